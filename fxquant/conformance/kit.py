@@ -318,7 +318,10 @@ def _made(place: Path, rows: Sequence[Row], march: str, dtype: str, how: str, nu
     prepared, integer = converted(rows, march, dtype, how)
     reasons: dict[int, str] = {}
     for error in refusals(integer):
-        reasons.setdefault(_row_of(error, rows), error.because)
+        words = (error.module or "").split(".")
+        if len(words) < 2 or words[0] != "rows" or int(words[1]) >= len(rows):
+            raise error  # it names no row
+        reasons.setdefault(int(words[1]), error.because)
     if reasons:
         yield from (Refusal(rows[index].name, dtype, how, reason) for index, reason in sorted(reasons.items()))
         remaining = [row for index, row in enumerate(rows) if index not in reasons]
@@ -335,14 +338,6 @@ def _made(place: Path, rows: Sequence[Row], march: str, dtype: str, how: str, nu
         first = list(_made(place, rows[:middle], march, dtype, how, number))
         yield from first
         yield from _made(place, rows[middle:], march, dtype, how, number + sum(isinstance(each, Made) for each in first))
-
-
-def _row_of(error: ExportError, rows: Sequence[Row]) -> int:
-    """Return the row that an error in a network of rows is about; raise the error itself if it names none."""
-    words = (error.module or "").split(".")
-    if len(words) < 2 or words[0] != "rows" or int(words[1]) >= len(rows):
-        raise error
-    return int(words[1])
 
 
 def _compiled(place: Path, rows: Sequence[Row], prepared: fx.GraphModule, integer: fx.GraphModule, name: str, dtype: str, how: str) -> Made:

@@ -72,7 +72,9 @@ def _in_python(module: Any) -> list[str]:
                 graph.erase_node(node)
                 continue
             with graph.inserting_before(node):
-                graph.call_function(_exported_at, (_path(node), _line(node)))
+                stack = node.meta.get("nn_module_stack") or {}
+                path = str(next(reversed(stack.values()))[0]) if stack else ""
+                graph.call_function(_exported_at, (re.sub(r"^L\['self'\]\.?", "", path), _line(node)))
             node.target = python_form(node.target)
     module.recompile()
     return lost
@@ -152,12 +154,6 @@ def _exported_at(path: str, line: str) -> None:
     if is_tracing():
         handler = active()
         handler.path, handler.line = path, line
-
-
-def _path(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    path = str(next(reversed(stack.values()))[0]) if stack else ""
-    return re.sub(r"^L\['self'\]\.?", "", path)
 
 
 def _line(node: fx.Node, own: bool = False) -> str:

@@ -427,7 +427,13 @@ class Snapshot:
         self._copies: dict[int, Any] = {}
         self.root = self._tree(model, "")
         for original, shell, path in self._originals:
-            self._fill(original, shell, path)
+            state = shell.__dict__
+            state["training"] = self._training and not type(original).__module__.startswith("torch.nn.modules.")
+            for name, value in original.__dict__.items():
+                if name in state or name == "_compiled_call_impl":  # which `module.compile()` leaves
+                    continue
+                empty = name in _BACKWARD_HOOKS or (name in _HOOKS and not value)
+                state[name] = type(value)() if empty else self._attribute(value, name, path)
         self.names = {*self.tensors.values(), *model._modules}
 
     def shell(self, module: nn.Module) -> nn.Module:
@@ -468,15 +474,6 @@ class Snapshot:
         own: torch.Tensor = self._copies.setdefault(id(buffer), buffer.detach().clone()) if self._own_buffers else buffer
         self.tensors.setdefault(id(own), name)
         return own
-
-    def _fill(self, original: nn.Module, shell: nn.Module, path: str) -> None:
-        state = shell.__dict__
-        state["training"] = self._training and not type(original).__module__.startswith("torch.nn.modules.")
-        for name, value in original.__dict__.items():
-            if name in state or name == "_compiled_call_impl":  # which `module.compile()` leaves
-                continue
-            empty = name in _BACKWARD_HOOKS or (name in _HOOKS and not value)
-            state[name] = type(value)() if empty else self._attribute(value, name, path)
 
     def _attribute(self, value: Any, name: str, path: str) -> Any:
         kind = type(value)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,14 @@ class Carried:
                 attribute = base.__dict__[name]
                 return attribute.__get__(owner, self.kind) if hasattr(attribute, "__get__") else attribute
         if name in self.left:
-            _refuse(name)
+            raise MissingModule(
+                f"this model has no module {name}",
+                at=calling_line(),
+                because="what the float model computes in its modules is one graph of operators here, so methods that call modules"
+                " cannot run",
+                remedy="call the method of the float model; prepare a module whose forward is that method; or use the option preserve;"
+                " grids are in fxq.inspect.layers(model), and weights in model.state_dict()",
+            )
         raise AttributeError(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carried:
@@ -111,17 +118,6 @@ def calling_line() -> str | None:
         return None
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}" + f":  {line}" * bool(line)
-
-
-def _refuse(name: str) -> NoReturn:
-    """Raise the error for a module of the float model that is not there, at the line that asks for it."""
-    raise MissingModule(
-        f"this model has no module {name}",
-        at=calling_line(),
-        because="what the float model computes in its modules is one graph of operators here, so methods that call modules cannot run",
-        remedy="call the method of the float model; prepare a module whose forward is that method; or use the option preserve;"
-        " grids are in fxq.inspect.layers(model), and weights in model.state_dict()",
-    )
 
 
 def _preserved(model: nn.Module, name: str) -> Any:

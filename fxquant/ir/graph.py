@@ -593,7 +593,8 @@ class _Copier:
         if isinstance(value, torch.nn.Module):
             return self._module(value)
         if isinstance(value, torch.Tensor):
-            return self._keep(value, self._tensor(value))
+            data = value.detach().clone()
+            return self._keep(value, torch.nn.Parameter(data, value.requires_grad) if isinstance(value, torch.nn.Parameter) else data)
         if type(value) in (dict, OrderedDict):
             copied = self._keep(value, type(value)())
             copied.update((key, self(item)) for key, item in value.items())
@@ -620,8 +621,3 @@ class _Copier:
         if isinstance(copied, torch.nn.RNNBase):  # holds its parameters a second time, in lists, one of them of weak references
             copied._init_flat_weights()
         return copied
-
-    @staticmethod
-    def _tensor(tensor: torch.Tensor) -> torch.Tensor:
-        data = tensor.detach().clone()
-        return torch.nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else data

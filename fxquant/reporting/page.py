@@ -52,6 +52,8 @@ def contents(
     names = list(shown.graph)
     compared = {} if comparison is None else dict(comparison)
     verdict = None if comparison is None else comparison.verdict
+    counts = Counter(made_by(node) for node in model.graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
+    merged = [[node.name, ", ".join(fused(node))] for node in model.graph.nodes if fused(node)]
     data: dict[str, Any] = {
         "title": title,
         "version": __version__,
@@ -74,7 +76,7 @@ def contents(
             for name, weight in weights_of(model).items()
             if name in shown.places
         },
-        "passes": _passes(model),
+        "passes": {"made": list(map(list, counts.most_common())), "fused": merged, "not_done": list(model_meta(model).get("not_done", ()))},
         "floats": [[layer.name, layer.operator, layer.reason, layer.source] for layer in left_in_float(all_layers)],
         "disagreements": [[each.place, each.implementation, each.because] for each in disagreements(model)],
         "findings": [[each.layer, each.operator, each.limit, each.remedy, each.source] for each in findings],
@@ -198,13 +200,6 @@ def _prepared_weight(model: fx.GraphModule, node: fx.Node, module: QuantizedOper
         return None
     gain = running_gain(norm).detach().double()
     return weight * gain.reshape(-1, *[1] * (weight.dim() - 1)) if weight.dim() and len(gain) == len(weight) else None
-
-
-def _passes(model: fx.GraphModule) -> dict[str, Any]:
-    """Return the number of nodes that each pass made, the fused nodes with their parts, and requests that were not met, for the page."""
-    counts = Counter(made_by(node) for node in model.graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
-    merged = [[node.name, ", ".join(fused(node))] for node in model.graph.nodes if fused(node)]
-    return {"made": list(map(list, counts.most_common())), "fused": merged, "not_done": list(model_meta(model).get("not_done", ()))}
 
 
 @checked(

@@ -54,9 +54,16 @@ def _write(path: str | os.PathLike[str], document: Mapping[str, Any], tensors: d
 
     def check(folder: Path) -> None:
         try:
-            content = unpack((folder / place.name).read_bytes())
-            _read(*content, target_of)
-            _compare((document, tensors), content)
+            read_document, read_tensors = unpack((folder / place.name).read_bytes())
+            _read(read_document, read_tensors, target_of)
+            if as_text(document) != as_text(read_document):
+                raise Malformed("its graph is not the graph that was written")
+            if tensors.keys() != read_tensors.keys():
+                raise Malformed("it has other tensors than were written")
+            for name, tensor in tensors.items():
+                other = read_tensors[name]
+                if (tensor.dtype, tensor.shape) != (other.dtype, other.shape) or not torch.equal(_bytes(tensor), _bytes(other)):
+                    raise Malformed(f"its tensor {name} is not the tensor that was written")
         except Exception as error:
             raise ExportError(
                 f"the {'observations' if document['format'] == OBSERVATIONS else 'model'} cannot be saved",
@@ -66,18 +73,6 @@ def _write(path: str | os.PathLike[str], document: Mapping[str, Any], tensors: d
             ) from error
 
     return write_file(place, pack(document, tensors), check)
-
-
-def _compare(written: Content, read: Content) -> None:
-    """Raise Malformed unless two documents are equal, and their tensors in every byte."""
-    if as_text(written[0]) != as_text(read[0]):
-        raise Malformed("its graph is not the graph that was written")
-    if written[1].keys() != read[1].keys():
-        raise Malformed("it has other tensors than were written")
-    for name, tensor in written[1].items():
-        other = read[1][name]
-        if (tensor.dtype, tensor.shape) != (other.dtype, other.shape) or not torch.equal(_bytes(tensor), _bytes(other)):
-            raise Malformed(f"its tensor {name} is not the tensor that was written")
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, Interval
+from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES
 from fxquant.numerics.rounding import GradientRule, Rounding
 from fxquant.ops import BY_NAME, Operator
 from fxquant.prepared.operators import QuantizedOperator, Quantizers
@@ -172,7 +172,9 @@ class TreeWriter:
             role = {"parameter": isinstance(tensor, nn.Parameter), "requires_grad": tensor.requires_grad, "layout": layout}
             self._names[id(tensor)] = name
             self.roles[name] = role
-            self.tensors[name] = _plain(tensor, layout)
+            plain = tensor.detach().cpu()
+            plain = plain if layout == "contiguous" else plain.movedim(1, -1)
+            self.tensors[name] = plain.clone(memory_format=torch.contiguous_format)  # safetensors refuses tensors that share memory
         return self._names[id(tensor)]
 
 
@@ -181,13 +183,6 @@ def _layout(tensor: Tensor) -> str:
     if tensor.is_contiguous():
         return "contiguous"
     return next((name for name, layout in LAYOUTS.items() if tensor.is_contiguous(memory_format=layout)), "contiguous")
-
-
-def _plain(tensor: Tensor, layout: str) -> Tensor:
-    """Return a contiguous copy of a tensor on the CPU; safetensors refuses tensors that share memory."""
-    plain = tensor.detach().cpu()
-    plain = plain if layout == "contiguous" else plain.movedim(1, -1)
-    return plain.clone(memory_format=torch.contiguous_format)
 
 
 def _argument(module: nn.Module, name: str) -> Any:
@@ -217,13 +212,6 @@ def _check_twin(module: nn.Module, arguments: Mapping[str, Any], path: str) -> N
 
 _OWN = (Quantizer, QuantizedOperator, ChannelFactors, WeightQuantizer, WeightScale, Observer)
 MODES = (STATISTICS, *METHODS, FROZEN)
-
-
-def _interval(content: Any) -> Interval:
-    low, high = (expect(decode(bound), float) for bound in expect(content, list))
-    if not low <= high:
-        raise Malformed("the interval of observed values is empty")
-    return low, high
 
 
 def _detached(content: Any, operator: Operator) -> bool | tuple[str, ...]:
@@ -351,7 +339,10 @@ class TreeReader:
         if operator is None or self.arithmetic is None or (output is None and plain["owns_output"]):
             raise Malformed("a QuantizedOperator has no operator, no target or no output")
         inputs = {name: self._inputs(value) for name, value in expect(arguments["inputs"], dict).items()}
-        intermediate, observed = self._module(arguments["intermediate"], Quantizer | None), _interval(arguments["observed"])
+        low, high = (expect(decode(bound), float) for bound in expect(arguments["observed"], list))
+        if not low <= high:
+            raise Malformed("the interval of observed values is empty")
+        intermediate, observed = self._module(arguments["intermediate"], Quantizer | None), (low, high)
         quantizers = Quantizers(inputs, output, plain["owns_output"], intermediate, weight_quantizer, factors, observed)
         name, path, live = (plain[key] for key in ("name", "path", "live_batch_norm"))
         detached = _detached(arguments.get("detached", []), operator)

@@ -84,18 +84,15 @@ def featuremap_similarity(
         if name in second and one.shape == second[name].shape and one.numel():
             mine, theirs = one.detach().float(), second[name].detach().float()
             rows.append(Similarity(name, measure(mine, theirs), scales.get(name), float((mine - theirs).abs().max())))
-    _write(out_dir, "similarity.txt", _table(rows, threshold, similarity_func in ("Cosine", "SQNR")))
-    return rows
-
-
-def _table(rows: list[Similarity], threshold: float | None, higher_is_better: bool) -> str:
+    higher_is_better = similarity_func in ("Cosine", "SQNR")
     marked = [threshold is not None and (row.similarity < threshold if higher_is_better else row.similarity > threshold) for row in rows]
     lines = [
         f"{'*' if mark else ' '} {row.name:32} {row.similarity:12.6g} {'' if row.scale is None else f'{row.scale:.6g}':>12}"
         f" {row.atol:12.6g}"
         for row, mark in zip(rows, marked, strict=True)
     ]
-    return "\n".join([f"  {'tensor':32} {'similarity':>12} {'scale':>12} {'atol':>12}", *lines, ""])
+    _write(out_dir, "similarity.txt", "\n".join([f"  {'tensor':32} {'similarity':>12} {'scale':>12} {'atol':>12}", *lines, ""]))
+    return rows
 
 
 def _write(folder: str | None, name: str, text: str) -> None:
