@@ -115,22 +115,14 @@ def summary(all_layers: tuple[Layer, ...]) -> str:
 
 @dataclass(frozen=True)
 class OperatorRun:
-    """The computation of one operator of an integer model on this machine: by kernels, or by its primitives, and why.
+    """The computation of one operator of an integer model on this machine: by kernels, or by its primitives, and why."""
 
-    layer       the operator, with its name and its multiply-accumulates
-    kernels     the choice at each of its nodes with a kernel, by name
-    primitives  its primitives that run without a kernel, by node name, with the reason; "" if no kernel exists
-    moves       whether it only moves memory: its result holds the elements of its operands
-    because     why nodes of it run without a kernel; "" if all have one
-    macs        its multiply-accumulates, if kernels compute them; else 0
-    """
-
-    layer: Layer
-    kernels: Mapping[str, Choice]
-    primitives: Mapping[str, str]
-    moves: bool
-    because: str
-    macs: int
+    layer: Layer  # the operator, with its name and its multiply-accumulates
+    kernels: Mapping[str, Choice]  # the choice at each of its nodes with a kernel, by name
+    primitives: Mapping[str, str]  # its primitives that run without a kernel, by node name, with the reason; "" if no kernel exists
+    moves: bool  # whether it only moves memory: its result holds the elements of its operands
+    because: str  # why nodes of it run without a kernel; "" if all have one
+    macs: int  # its multiply-accumulates, if kernels compute them; else 0
 
     @property
     def fast(self) -> bool:

@@ -43,18 +43,14 @@ PRIMITIVE_KINDS = {"quantized": QUANTIZED, "plain": QUANTIZED, "accumulator": AC
 
 @dataclass(frozen=True)
 class Facts:
-    """The statements of a `Form` about one tensor: fields of its `Layer`, and two more.
-
-    reads      the source of a tensor that is quantized as it is; "" for any other
-    because    why it is integer or float
-    """
+    """The statements of a `Form` about one tensor: fields of its `Layer`, and two more."""
 
     operator: str
     source: str = ""
     grid: QParams | None = None
     fused: tuple[str, ...] = ()
-    reads: str = ""
-    because: str = ""
+    reads: str = ""  # the source of a tensor that is quantized as it is; "" for any other
+    because: str = ""  # why it is integer or float
     parts: tuple[tuple[str, float], ...] = ()
 
 

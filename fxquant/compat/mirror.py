@@ -35,19 +35,13 @@ class MissingImport(ConfigurationError, ImportError):
 
 
 class Row(NamedTuple):
-    """The implementation of a name of another toolkit.
-
-    served  "module:name", below the package of the tables, or a Refusal
-    since   the first release of the toolkit that has it
-    native  the equivalent call in fxquant itself; empty if none is needed
-    note    how its meaning differs; empty if it does not
-    """
+    """The implementation of a name of another toolkit."""
 
     name: str
-    served: str | Refusal
-    since: str = "1.0"
-    native: str = ""
-    note: str = ""
+    served: str | Refusal  # "module:name", below the package of the tables, or a Refusal
+    since: str = "1.0"  # the first release of the toolkit that has it
+    native: str = ""  # the equivalent call in fxquant itself; empty if none is needed
+    note: str = ""  # how its meaning differs; empty if it does not
 
 
 def read_rows(file: Path) -> dict[str, list[Row]]:

@@ -26,31 +26,22 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Case:
-    """An operator in a program, as one of its outputs.
-
-    place  BPU; PROCESSOR if the compiler leaves one of its nodes there; FLOAT if fxquant does; only the first is compared
-    note   the nodes on the processor
-    """
+    """An operator in a program, as one of its outputs."""
 
     operator: str
-    place: str
-    note: str = ""
+    place: str  # BPU; PROCESSOR if the compiler leaves one of its nodes there; FLOAT if fxquant does; only the first is compared
+    note: str = ""  # the nodes on the processor
 
 
 @dataclass(frozen=True)
 class ProbeProgram:
-    """A compiled program; each of its outputs is one operator.
+    """A compiled program; each of its outputs is one operator."""
 
-    name     of its files: board/NAME.bin, models/NAME.fxq
-    scales   the kind of its scales: one of `kit.SCALES`
-    outputs  their names in the program, one for each of `cases`
-    """
-
-    name: str
+    name: str  # of its files: board/NAME.bin, models/NAME.fxq
     dtype: str
-    scales: str
+    scales: str  # the kind of its scales: one of `kit.SCALES`
     input: str
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # their names in the program, one for each of `cases`
     cases: tuple[Case, ...]
 
 

@@ -136,19 +136,14 @@ class Conformance(Rows[ProbeResult]):
 
 @dataclass
 class Ran:
-    """An output of a program that a board returned.
-
-    steps     the value of a step of it
-    expected  its expected integers; found: its actual integers
-    fits      the variants that give every element
-    """
+    """An output of a program that a board returned."""
 
     program: ProbeProgram
     index: int
-    steps: Array
-    expected: Array
-    found: Array
-    fits: set[str] = field(default_factory=set)
+    steps: Array  # the value of a step of it
+    expected: Array  # its expected integers
+    found: Array  # its actual integers
+    fits: set[str] = field(default_factory=set)  # the variants that give every element
 
     @property
     def differing(self) -> int:

@@ -88,15 +88,11 @@ class CallSignature:
 
     The graph's own form is accepted as well: inputs by name, or, if an argument holds several, one after the other.
     Raises ConfigurationError if the arguments do not fit forward, or if an argument that is not a tensor has changed.
-
-    parameters  the parameters of forward, from `signature_of`
-    names       the inputs of the graph
-    placed      the inputs that are one argument each, and can be passed by position
     """
 
-    parameters: tuple[list[Any], ...]
-    names: tuple[str, ...]
-    placed: tuple[str, ...]
+    parameters: tuple[list[Any], ...]  # the parameters of forward, from `signature_of`
+    names: tuple[str, ...]  # the inputs of the graph
+    placed: tuple[str, ...]  # the inputs that are one argument each, and can be passed by position
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         names = self.names
@@ -232,14 +228,11 @@ _FORMS = "a tuple by argument, or a dict by name: options=fxq.Options(dynamic_sh
 
 @dataclass(frozen=True)
 class _Varying:
-    """A dimension that is said to vary.
-
-    name   of the `Dim`; None for Dim.AUTO and Dim.DYNAMIC, which have no name
-    """
+    """A dimension that is said to vary."""
 
     path: str
     dim: int
-    name: str | None
+    name: str | None  # of the `Dim`; None for Dim.AUTO and Dim.DYNAMIC, which have no name
     size: int
 
 
@@ -345,22 +338,14 @@ def _refuse(because: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class ExampleInputs:
-    """The arguments of one forward call.
+    """The arguments of one forward call."""
 
-    leaves     the arguments, flattened
-    names      the placeholder's name for every leaf that is a tensor, else None
-    spec       the pytree spec that rebuilds (args, kwargs) from leaves
-    axes       the batch dimension of every leaf; None if its sizes are fixed
-    signature  the call signature of forward
-    renamed    the user's names of inputs whose names generated code cannot use, by placeholder name
-    """
-
-    leaves: tuple[Any, ...]
-    names: tuple[str | None, ...]
-    spec: Any
-    axes: tuple[int | None, ...]
-    signature: list[list[Any]]
-    renamed: dict[str, str]
+    leaves: tuple[Any, ...]  # the arguments, flattened
+    names: tuple[str | None, ...]  # the placeholder's name for every leaf that is a tensor, else None
+    spec: Any  # the pytree spec that rebuilds (args, kwargs) from leaves
+    axes: tuple[int | None, ...]  # the batch dimension of every leaf; None if its sizes are fixed
+    signature: list[list[Any]]  # the call signature of forward
+    renamed: dict[str, str]  # the user's names of inputs whose names generated code cannot use, by placeholder name
 
     def arguments(self, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments with other tensors, by placeholder name."""
@@ -517,31 +502,22 @@ def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]], c
 
 @dataclass(frozen=True)
 class Input:
-    """The requirements on one input.
-
-    sizes      the size of each dimension; None for the batch
-    form       shape and dtype as text; None if they are unknown
-    optional   whether it may be absent
-    """
+    """The requirements on one input."""
 
     name: str
     dtype: torch.dtype | None
-    sizes: tuple[int | None, ...]
-    form: str | None
-    optional: bool
+    sizes: tuple[int | None, ...]  # the size of each dimension; None for the batch
+    form: str | None  # shape and dtype as text; None if they are unknown
+    optional: bool  # whether it may be absent
 
 
 @dataclass(frozen=True)
 class InputCheck:
-    """A forward pre-hook that raises ConfigurationError unless the flat inputs have the traced shapes and dtypes, for any batch size.
-
-    made      the model's last step, for error messages: "traced" or "prepared"
-    batches   the range of batch sizes for which the graph's shapes hold
-    """
+    """A forward pre-hook that raises ConfigurationError unless the flat inputs have the traced shapes and dtypes, for any batch size."""
 
     inputs: tuple[Input, ...]
-    made: str
-    batches: BatchLimits
+    made: str  # the model's last step, for error messages: "traced" or "prepared"
+    batches: BatchLimits  # the range of batch sizes for which the graph's shapes hold
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check_number(args, kwargs)

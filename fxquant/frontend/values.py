@@ -51,29 +51,21 @@ class Number:
 
 @dataclass(frozen=True)
 class View:
-    """One step from a tensor to a view of it.
+    """One step from a tensor to a view of it."""
 
-    spelled   the method's name and its other arguments, as `functional.write` takes them
-    again     records the same operation on another tensor and returns its result
-    item      which item of a sequence of views it is; None if there is one view
-    """
-
-    spelled: tuple[str, tuple[Any, ...], dict[str, Any]]
-    again: Callable[[TracedTensor], Any]
-    item: int | None = None
+    spelled: tuple[str, tuple[Any, ...], dict[str, Any]]  # the method's name and its other arguments, as `functional.write` takes them
+    again: Callable[[TracedTensor], Any]  # records the same operation on another tensor and returns its result
+    item: int | None = None  # which item of a sequence of views it is; None if there is one view
 
 
 @dataclass(frozen=True)
 class Change:
-    """An in-place operation: the changed place, the views that lead to it from the whole memory, and its new value.
-
-    stopped   whether it is invisible to autograd: it changed a detached tensor, or ran without gradients
-    """
+    """An in-place operation: the changed place, the views that lead to it from the whole memory, and its new value."""
 
     place: object
     way: tuple[View, ...] | None
     result: TracedTensor
-    stopped: bool = False
+    stopped: bool = False  # whether it is invisible to autograd: it changed a detached tensor, or ran without gradients
 
 
 class Aliases:

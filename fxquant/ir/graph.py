@@ -150,18 +150,12 @@ def batch_norm_path(node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """The operator of the model that a node is a part of.
+    """The operator of the model that a node is a part of."""
 
-    composite  the operator's name
-    role       the part's name
-    inner      whether only other parts read its value; the last part's is the operator's result
-    step       the step of a recurrence at which it is computed, from 0; None if it is computed once
-    """
-
-    composite: str
-    role: str
-    inner: bool = True
-    step: int | None = None
+    composite: str  # the operator's name
+    role: str  # the part's name
+    inner: bool = True  # whether only other parts read its value; the last part's is the operator's result
+    step: int | None = None  # the step of a recurrence at which it is computed, from 0; None if it is computed once
 
     def __str__(self) -> str:
         return f"{self.composite}: {self.role}"
@@ -194,20 +188,13 @@ def tie(node: fx.Node, name: str) -> None:
 
 @dataclass(frozen=True)
 class Annotation:
-    """Whether a node becomes integer, and why.
+    """Whether a node becomes integer, and why."""
 
-    dtype    the name of its integer dtype, or None if it stays in float
-    because  the reason, for `explain`
-    config   the QConfig that applies to it
-    group    the id of the group of tensors that share its scale, once scales are shared
-    on_host  whether the host computes it by choice: it would break a limit of the target, or lose accuracy at an output
-    """
-
-    dtype: str | None
-    because: str
-    config: Any = None
-    group: int | None = None
-    on_host: bool = False
+    dtype: str | None  # the name of its integer dtype, or None if it stays in float
+    because: str  # the reason, for `explain`
+    config: Any = None  # the QConfig that applies to it
+    group: int | None = None  # the id of the group of tensors that share its scale, once scales are shared
+    on_host: bool = False  # whether the host computes it by choice: it would break a limit of the target, or lose accuracy at an output
 
 
 def is_on_host(node: fx.Node) -> bool:

@@ -22,16 +22,11 @@ KINDS = (torch.float32, torch.bool, torch.int64)  # the dtypes of what is copied
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call of a primitive.
+    """One call of a primitive."""
 
-    name       its result's, which no other value has
-    primitive  the primitive
-    arguments  its arguments: other steps, nodes of the graph, constant tensors, and numbers
-    """
-
-    name: str
-    primitive: Callable[..., Tensor]
-    arguments: tuple[Any, ...]
+    name: str  # its result's, which no other value has
+    primitive: Callable[..., Tensor]  # the primitive
+    arguments: tuple[Any, ...]  # its arguments: other steps, nodes of the graph, constant tensors, and numbers
 
 
 @dataclass(frozen=True)

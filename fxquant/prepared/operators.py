@@ -36,14 +36,11 @@ Inputs = Mapping[str, Any]  # a Quantizer, a list of them, or None for a constan
 
 @dataclass(frozen=True)
 class Quantizers:
-    """The quantizers of an operator, as `QuantizedOperator` describes them.
-
-    owns_output  whether the quantizer of the result is the operator's own, and not that of another one
-    """
+    """The quantizers of an operator, as `QuantizedOperator` describes them."""
 
     inputs: Inputs
     output: Quantizer | None
-    owns_output: bool
+    owns_output: bool  # whether the quantizer of the result is the operator's own, and not that of another one
     intermediate: Quantizer | None
     weight: WeightQuantizer
     factors: ChannelFactors | None = None

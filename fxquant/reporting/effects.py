@@ -24,18 +24,12 @@ Change = Callable[[str, Any, tuple[Any, ...]], Any]  # of a tensor's name, its v
 
 @dataclass(frozen=True)
 class Inside:
-    """The error that an operator itself makes on the operands of the other form.
+    """The error that an operator itself makes on the operands of the other form."""
 
-    noise      Σ (f(v) - v')² of the batch, of the operator f in float, the other form's operands v and its result v'
-    signal     Σ f(v)²
-    effect     the effect of that error alone on the outputs
-    constants  its other operands: parameters and buffers, by name
-    """
-
-    noise: float
-    signal: float
-    effect: float
-    constants: Mapping[str, Tensor]
+    noise: float  # Σ (f(v) - v')² of the batch, of the operator f in float, the other form's operands v and its result v'
+    signal: float  # Σ f(v)²
+    effect: float  # the effect of that error alone on the outputs
+    constants: Mapping[str, Tensor]  # its other operands: parameters and buffers, by name
 
 
 class Effects:
@@ -226,16 +220,11 @@ def noise(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
 
 @dataclass(frozen=True)
 class MovedStatistics:
-    """The difference between a batch's statistics and the running statistics of a batch norm.
+    """The difference between a batch's statistics and the running statistics of a batch norm."""
 
-    initial   the running statistics that still have their initial value: "means of 0", "variances of 1", both, or none
-    mean      the root mean square over channels of the difference of means, in running standard deviations
-    variance  the batch's variance over the running one: the geometric mean over channels
-    """
-
-    initial: tuple[str, ...]
-    mean: float
-    variance: float
+    initial: tuple[str, ...]  # the running statistics that still have their initial value: "means of 0", "variances of 1", both, or none
+    mean: float  # the root mean square over channels of the difference of means, in running standard deviations
+    variance: float  # the batch's variance over the running one: the geometric mean over channels
 
     @staticmethod
     def of(norm: Any, value: Tensor) -> MovedStatistics:

@@ -58,29 +58,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a file.
-
-    kind      "saved model" or "ONNX file"
-    stage     "traced", …, "prepared", "integer"; "exported" for an ONNX file
-    inputs    the inputs and outputs, one line each
-    nodes     the number of nodes, by operator
-    rows      the quantized tensors, in the order they are computed
-    floats    the operators that run in float, and why
-    tensors   weights, tables and constants by name; neither scales nor statistics
-    text      the graph as text
-    """
+    """The contents of a file."""
 
     path: Path
-    kind: str
-    stage: str
+    kind: str  # "saved model" or "ONNX file"
+    stage: str  # "traced", …, "prepared", "integer"; "exported" for an ONNX file
     target: str
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # the inputs and outputs, one line each
     outputs: tuple[str, ...]
-    nodes: Mapping[str, int]
-    rows: tuple[Row, ...]
-    floats: tuple[str, ...]
-    tensors: Mapping[str, Tensor]
-    text: str
+    nodes: Mapping[str, int]  # the number of nodes, by operator
+    rows: tuple[Row, ...]  # the quantized tensors, in the order they are computed
+    floats: tuple[str, ...]  # the operators that run in float, and why
+    tensors: Mapping[str, Tensor]  # weights, tables and constants by name; neither scales nor statistics
+    text: str  # the graph as text
 
     @property
     def scales(self) -> dict[str, tuple[float, ...]]:

@@ -279,20 +279,13 @@ LANES = 8  # after which edges share the last one
 
 @dataclass(frozen=True)
 class Drawing:
-    """A graph with the places of its nodes.
+    """A graph with the places of its nodes."""
 
-    graph   an edge for every value that one operator reads of another; nodes are names
-    layers  the facts of each operator, by name; inputs and the output have none
-    places  x and y of each; rows are one apart, and the first is at y = 0, the next at -1
-    times   the number of steps for an operation of a recurrence, where only the first step is drawn
-    lanes   for each edge that passes rows: the x at which it passes between their boxes
-    """
-
-    graph: networkx.DiGraph
-    layers: Mapping[str, Layer]
-    places: Mapping[str, tuple[float, float]]
-    lanes: Mapping[tuple[str, str], float]
-    times: Mapping[str, int]
+    graph: networkx.DiGraph  # an edge for every value that one operator reads of another; nodes are names
+    layers: Mapping[str, Layer]  # the facts of each operator, by name; inputs and the output have none
+    places: Mapping[str, tuple[float, float]]  # x and y of each; rows are one apart, and the first is at y = 0, the next at -1
+    lanes: Mapping[tuple[str, str], float]  # for each edge that passes rows: the x at which it passes between their boxes
+    times: Mapping[str, int]  # the number of steps for an operation of a recurrence, where only the first step is drawn
 
     def path(self, one: str, other: str) -> list[tuple[float, float]]:
         """Return the points of an edge: straight to the next row, or through a lane around the boxes of the rows between."""

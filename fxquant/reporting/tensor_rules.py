@@ -117,22 +117,14 @@ POOR = 15.0  # dB at the outputs below which one tensor alone deserves more bits
 
 @dataclass(frozen=True)
 class Judged:
-    """The facts of one tensor that rules read.
+    """The facts of one tensor that rules read."""
 
-    name        in the second form
-    facts       of it there
-    statistics  of it and its reference
-    references  the names of that in the first form: of a tensor inside of a recurrence at each step, else one
-    is_input    whether that is an input of the model
-    factors     the exponents that the reference is multiplied by 2 to; None without any
-    """
-
-    name: str
-    facts: Facts
-    statistics: TensorStatistics
-    references: tuple[str, ...]
-    is_input: bool
-    factors: Tensor | None
+    name: str  # in the second form
+    facts: Facts  # of it there
+    statistics: TensorStatistics  # of it and its reference
+    references: tuple[str, ...]  # the names of that in the first form: of a tensor inside of a recurrence at each step, else one
+    is_input: bool  # whether that is an input of the model
+    factors: Tensor | None  # the exponents that the reference is multiplied by 2 to; None without any
 
     @property
     def reference(self) -> str:

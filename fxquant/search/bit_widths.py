@@ -237,22 +237,14 @@ BUDGET: Kind = instance("a fxq.search.Budget, as in Budget(weight_bits=5)", Budg
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice of dtypes, with its cost and its loss.
+    """A choice of dtypes, with its cost and its loss."""
 
-    name      "optimum", or, for a uniform one, its dtypes
-    dtypes    the dtype of every tensor and weight that can be chosen, by name
-    costs     weight_bytes, weight_bits, bit_operations, and latency where there is a speed
-    expected  the noise to signal ratio of the outputs by the sum of the sensitivities
-    noise     the measured noise to signal ratio of the integer function on all batches; None if it was not measured
-    score     the metric's value; None without a metric
-    """
-
-    name: str
-    dtypes: Mapping[str, str]
-    costs: Mapping[str, float]
-    expected: float
-    noise: float | None = None
-    score: float | None = None
+    name: str  # "optimum", or, for a uniform one, its dtypes
+    dtypes: Mapping[str, str]  # the dtype of every tensor and weight that can be chosen, by name
+    costs: Mapping[str, float]  # weight_bytes, weight_bits, bit_operations, and latency where there is a speed
+    expected: float  # the noise to signal ratio of the outputs by the sum of the sensitivities
+    noise: float | None = None  # the measured noise to signal ratio of the integer function on all batches; None if it was not measured
+    score: float | None = None  # the metric's value; None without a metric
 
     @property
     def rank(self) -> tuple[float, float]:

@@ -32,16 +32,11 @@ NOT_READ = refusals("observers")
 
 @dataclass(frozen=True)
 class Asked:
-    """The settings of an observer, or of the one inside a fake quantize.
+    """The settings of an observer, or of the one inside a fake quantize."""
 
-    written   the class that the user named
-    names     the observer's class and its base classes, by name
-    observer  the observer itself
-    """
-
-    written: str
-    names: tuple[str, ...]
-    observer: Any
+    written: str  # the class that the user named
+    names: tuple[str, ...]  # the observer's class and its base classes, by name
+    observer: Any  # the observer itself
     learned: bool
 
     @property
