@@ -55,16 +55,11 @@ class Facts:
 
 
 class Form(ABC):
-    """One form of a model.
+    """One form of a model."""
 
-    label        its name in reports
-    tensors      the kind of every tensor it can show, by name, in the order they are computed
-    input_names  the names of the model's inputs
-    """
-
-    label: str
-    tensors: Mapping[str, str]
-    input_names: Sequence[str]
+    label: str  # its name in reports
+    tensors: Mapping[str, str]  # the kind of every tensor it can show, by name, in the order they are computed
+    input_names: Sequence[str]  # the names of the model's inputs
 
     @property
     def facts(self) -> Mapping[str, Facts]:

@@ -33,24 +33,16 @@ Samples = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Figures about a quantized model.
-
-    calibrated, held  numbers of samples
-    verified          the ONNX file against the integer model, on the samples that were held back
-    compared          the integer model against the float one, on the same
-    findings          broken limits of the target, and operators that stay in float
-    operators         the number of integer operators
-    files             the size of each, in bytes, by its path in the folder
-    """
+    """Figures about a quantized model."""
 
     model: str
-    calibrated: int
+    calibrated: int  # calibrated, held: numbers of samples
     held: int
-    verified: fxq.results.Report
-    compared: fxq.results.Comparison
-    findings: fxq.results.Findings
-    operators: int
-    files: Mapping[str, int]
+    verified: fxq.results.Report  # the ONNX file against the integer model, on the samples that were held back
+    compared: fxq.results.Comparison  # the integer model against the float one, on the same
+    findings: fxq.results.Findings  # broken limits of the target, and operators that stay in float
+    operators: int  # the number of integer operators
+    files: Mapping[str, int]  # the size of each, in bytes, by its path in the folder
 
     def __rich__(self) -> Table:
         table = Table(title=f"{self.model} for {self.findings.target}", title_justify="left", show_header=False)

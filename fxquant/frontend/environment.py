@@ -408,24 +408,17 @@ _CONTAINERS = (dict, list, tuple, set, collections.OrderedDict, collections.defa
 
 
 class Snapshot:
-    """A shell of every module of a model, in eval mode; where `training`, the user's own modules are in train mode.
-
-    root         the shell of the model itself
-    paths        the first dotted path of every shell, by identity
-    tensors      the first dotted name of every parameter and buffer, by identity
-    attributes   the dotted name of every other tensor, by identity
-    names        the names taken by parameters, buffers and the model's children
-    """
+    """A shell of every module of a model, in eval mode; where `training`, the user's own modules are in train mode."""
 
     def __init__(self, model: nn.Module, own_buffers: bool = False, training: bool = False) -> None:
-        self.paths: dict[int, str] = {}
-        self.tensors: dict[int, str] = {}
-        self.attributes: dict[int, str] = {}
+        self.paths: dict[int, str] = {}  # the first dotted path of every shell, by identity
+        self.tensors: dict[int, str] = {}  # the first dotted name of every parameter and buffer, by identity
+        self.attributes: dict[int, str] = {}  # the dotted name of every other tensor, by identity
         self._own_buffers, self._training = own_buffers, training
         self._shells: dict[int, nn.Module] = {}
         self._originals: list[tuple[nn.Module, nn.Module, str]] = []  # keeps the originals alive, so that ids stay taken
         self._copies: dict[int, Any] = {}
-        self.root = self._tree(model, "")
+        self.root = self._tree(model, "")  # the shell of the model itself
         for original, shell, path in self._originals:
             state = shell.__dict__
             state["training"] = self._training and not type(original).__module__.startswith("torch.nn.modules.")
@@ -434,7 +427,7 @@ class Snapshot:
                     continue
                 empty = name in _BACKWARD_HOOKS or (name in _HOOKS and not value)
                 state[name] = type(value)() if empty else self._attribute(value, name, path)
-        self.names = {*self.tensors.values(), *model._modules}
+        self.names = {*self.tensors.values(), *model._modules}  # the names taken by parameters, buffers and the model's children
 
     def shell(self, module: nn.Module) -> nn.Module:
         """Return the shell that stands for a module of the model; any other module itself."""

@@ -166,18 +166,15 @@ class _Filling:
 
 
 class _Side:
-    """The arguments of a call at one batch size.
-
-    content      fills tensors of unknown content: a function, or a sample number; None: content must not be read
-    traced       the tensors that replace traced ones, in order
-    """
+    """The arguments of a call at one batch size."""
 
     __slots__ = ("content", "name", "substitutes", "traced")
 
     def __init__(self, name: str, content: Content | int | None, substitutes: dict[int, Value]) -> None:
         self.name, self.substitutes = name, substitutes
+        # Fills tensors of unknown content: a function, or a sample number; None: content must not be read.
         self.content = _Filling(content) if isinstance(content, int) else content
-        self.traced: list[torch.Tensor] = []
+        self.traced: list[torch.Tensor] = []  # the tensors that replace traced ones, in order
 
     def arguments(self, arg: Any) -> Any:
         """Return an argument, possibly nested, with real or fake tensors in place of traced ones."""

@@ -46,41 +46,34 @@ class Handler:
     batches    the two batch sizes of this trace, and two others at which numbers are computed as well
     path       dotted path of the module whose forward is executing
     line       the source line of the executing operator of an exported program; "" for a Python model
-    memory     the in-place changes
-    known      values to record when they occur as arguments, by identity: parameters, buffers, constants changed in place
     notes      sentences about values fixed while tracing, in order
     locate     whether nodes get their source lines: true of the first trace of a model, false of the ones that are compared with it
     read       names of tensors that became constants
-    calls      the calls of modules, with operands and results: `hooks.Call`
-    settings   the module attributes that forward read, by the module's path and the attribute's name
-    gradients  the gradient rules of forward
-    random     a `MovedState`: the modules and calls that are random in train mode
     paused     true while an operation is being recorded: operations that run for that are not recorded
-    call_module   replaces `nn.Module.__call__`: called with the original, the module, and its arguments
-    constants  tensors that are neither parameters nor buffers, by target
-    methods    methods of shells that stay Python, by the path at which the graph calls them
-    form       the nested structure of forward's result
-    draws      the calls that draw random numbers: the path of the module, and the line of the user's code
     """
 
-    call_module: Callable[..., Any]
-    random: Any
-    form: Any
-    draws: frozenset[tuple[str, str]]
+    call_module: Callable[..., Any]  # replaces `nn.Module.__call__`: called with the original, the module, and its arguments
+    random: Any  # a `MovedState`: the modules and calls that are random in train mode
+    form: Any  # the nested structure of forward's result
+    draws: frozenset[tuple[str, str]]  # the calls that draw random numbers: the path of the module, and the line of the user's code
 
     def __init__(self, snapshot: Snapshot, evaluator: Evaluator, batches: tuple[int, ...], root_code: CodeType, locate: bool) -> None:
         self.snapshot, self.batches, self.evaluator, self.locate = snapshot, batches, evaluator, locate
         self.graph = new_graph()
         self.path = self.line = ""
         self.qconfig: tuple[tuple[str, Any], ...] = ()  # those of the modules being called, by path, the nearest first
+        # Values to record when they occur as arguments, by identity: parameters, buffers, constants changed in place.
         self.known: dict[int, Any] = dict(snapshot.tensors)
+        # The in-place changes.
         self.memory = Memory(self.record, self.note, snapshot.tensors, self.known, functools.partial(overwritten, self))
-        self.constants: dict[str, torch.Tensor] = {}
+        self.constants: dict[str, torch.Tensor] = {}  # tensors that are neither parameters nor buffers, by target
+        # Methods of shells that stay Python, by the path at which the graph calls them.
         self.methods: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}
         self.notes, self.read = dict[str, None](), set[str]()
-        self.calls: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []  # the calls of modules, with operands and results: `hooks.Call`
+        # The module attributes that forward read, by the module's path and the attribute's name.
         self.settings: dict[str, dict[str, Any]] = {}
-        self.gradients = Gradients(snapshot.names)
+        self.gradients = Gradients(snapshot.names)  # the gradient rules of forward
         self.paused, self._root_code = False, root_code
         self._attributes: dict[int, tuple[fx.Node, Value, int, torch.Tensor]] = {}
         self._sizes: dict[fx.Node, tuple[Any, ...]] = {}

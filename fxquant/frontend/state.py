@@ -43,26 +43,20 @@ Place = tuple[str, str]
 
 @dataclass
 class MovedState:
-    """The state that one call of forward in train mode changes, and its random draws.
+    """The state that one call of forward in train mode changes, and its random draws."""
 
-    moved         names of buffers and of other tensors, with the line of the user's code that changes each, "" where it is none
-    numbers       names of attributes that hold another number afterwards
-    frozen_norms  names of running means that functions of batch norm read with training=False in train mode, too
-    draws         the places where random numbers are drawn: the path of the innermost module, and the line of the user's code
-    noise         paths of the user's modules that draw, and return a tensor of the shape of their only argument
-    dropped       the places of calls of attention that drop elements, with the probability
-    trained       names of the parameters that have a gradient, with the first line of the user's code that reads each
-    failed        why forward could not be called; empty where it was
-    """
-
+    # Names of buffers and of other tensors, with the line of the user's code that changes each, "" where it is none.
     moved: dict[str, str] = field(default_factory=dict)
-    numbers: list[str] = field(default_factory=list)
+    numbers: list[str] = field(default_factory=list)  # names of attributes that hold another number afterwards
+    # Names of running means that functions of batch norm read with training=False in train mode, too.
     frozen_norms: list[str] = field(default_factory=list)
+    # The places where random numbers are drawn: the path of the innermost module, and the line of the user's code.
     draws: list[Place] = field(default_factory=list)
-    noise: frozenset[str] = frozenset()
-    dropped: dict[Place, float] = field(default_factory=dict)
+    noise: frozenset[str] = frozenset()  # paths of the user's modules that draw, and return a tensor of the shape of their only argument
+    dropped: dict[Place, float] = field(default_factory=dict)  # the places of calls of attention that drop elements, with the probability
+    # Names of the parameters that have a gradient, with the first line of the user's code that reads each.
     trained: dict[str, str] = field(default_factory=dict)
-    failed: str = ""
+    failed: str = ""  # why forward could not be called; empty where it was
 
     def notes(self) -> list[str]:
         """Return sentences for `explain` on changed attributes and a failed call; changed tensors are reported elsewhere."""

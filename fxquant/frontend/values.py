@@ -121,22 +121,15 @@ def is_tracing() -> bool:
 
 
 class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
-    """A tensor of the model while it is traced.
-
-    aliases   the tensors that share its memory; None until there is a view
-    version   the version of that memory this tensor stands for
-    place     equal objects mean the same elements of that memory
-    way       the views that lead there from the whole memory; None if one of them cannot be taken again
-    stopped   whether it is a detached tensor, or a view of one
-    """
+    """A tensor of the model while it is traced."""
 
     node: fx.Node
     value: Value
-    aliases: Aliases | None
-    version: int
-    place: object
-    way: tuple[View, ...] | None
-    stopped: bool
+    aliases: Aliases | None  # the tensors that share its memory; None until there is a view
+    version: int  # the version of that memory this tensor stands for
+    place: object  # equal objects mean the same elements of that memory
+    way: tuple[View, ...] | None  # the views that lead there from the whole memory; None if one of them cannot be taken again
+    stopped: bool  # whether it is a detached tensor, or a view of one
 
     @staticmethod
     def __new__(cls, node: fx.Node, value: Value) -> TracedTensor:
@@ -244,12 +237,9 @@ for _function in ON_TENSORS:
 
 
 class BatchNumber:
-    """The base class of `BatchInt` and `BatchFloat`: numbers that depend on the batch size, whose arithmetic is recorded.
+    """The base class of `BatchInt` and `BatchFloat`: numbers that depend on the batch size, whose arithmetic is recorded."""
 
-    values   the number at the two batch sizes of the trace, a and b, and at two others
-    """
-
-    values: tuple[Any, ...]
+    values: tuple[Any, ...]  # the number at the two batch sizes of the trace, a and b, and at two others
     a: Any
     b: Any
     node: fx.Node

@@ -401,23 +401,15 @@ def _corrcoef(input: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Spelling:
-    """One entry of the graph's vocabulary.
+    """One entry of the graph's vocabulary."""
 
-    op, target   as in an `fx.Node`
-    function     the function that is run to infer the shape of the result
-    swapped      whether the two arguments change places
-    mutates      whether the original changes its first argument; `target` does not
-    content      whether the result's content follows from the arguments
-    flag         position of an argument named `inplace`, or None
-    """
-
-    op: str
+    op: str  # op, target: as in an `fx.Node`
     target: Any
-    function: Callable[..., Any]
-    swapped: bool = False
-    mutates: bool = False
-    content: bool = True
-    flag: int | None = None
+    function: Callable[..., Any]  # the function that is run to infer the shape of the result
+    swapped: bool = False  # whether the two arguments change places
+    mutates: bool = False  # whether the original changes its first argument; `target` does not
+    content: bool = True  # whether the result's content follows from the arguments
+    flag: int | None = None  # position of an argument named `inplace`, or None
 
 
 # Python's operators, and those that PyTorch reports by these names when the left operand is not a traced tensor.

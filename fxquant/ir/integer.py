@@ -111,17 +111,12 @@ class Constant:
 
 @dataclass(frozen=True)
 class Operation:
-    """The operator that was lowered to the primitives that compute a quantized tensor.
+    """The operator that was lowered to the primitives that compute a quantized tensor."""
 
-    name          the operator's name
-    arguments     its canonical arguments, with a `Reference` for every value of the graph; parameters are absent
-    constants     its parameters, by role ("weight", "bias")
-    intermediate  the scale and dtype of the value that a residual is added to; None if it is added in the accumulator
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    constants: dict[str, Constant]
+    name: str  # the operator's name
+    arguments: dict[str, Any]  # its canonical arguments, with a `Reference` for every value of the graph; parameters are absent
+    constants: dict[str, Constant]  # its parameters, by role ("weight", "bias")
+    # The scale and dtype of the value that a residual is added to; None if it is added in the accumulator.
     intermediate: QParams | None = None
 
 

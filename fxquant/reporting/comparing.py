@@ -74,30 +74,25 @@ class Pairing:
 
     left, right  the forms; the left one is the reference
     forms        the forms with references: the left one, and, if there is one, the prepared model in float, for parts of recurrences
-    pairs        for every name of the right form its reference
-    parts        the names of parts of recurrences that the left form does not have
-    limits       the interval of a tensor's values that its readers distinguish
-    firsts       for a tensor of a later step of a recurrence, the name of the corresponding one of the first step
-    seen         the statistics of each pair by the right form's name, of each output, and of each part of an output
-    whole        the graph from which parts of outputs are read, or None
-    outputs      these parts, from the first batch on
     """
 
     def __init__(self, left: Form, right: Form, prepared: fx.GraphModule | None) -> None:
         self.left, self.right, self.forms = left, right, [left]
         references = {name: Reference(left, other, shift(left, right, name, other)) for name, other in pairs(left, right).items()}
+        # For a tensor of a later step of a recurrence, the name of the corresponding one of the first step.
         self.firsts: dict[str, str] = {}
-        self.parts: frozenset[str] = frozenset()
-        self.limits: dict[str, tuple[float, float]] = {}
+        self.parts: frozenset[str] = frozenset()  # the names of parts of recurrences that the left form does not have
+        self.limits: dict[str, tuple[float, float]] = {}  # the interval of a tensor's values that its readers distinguish
+        # The statistics of each pair by the right form's name, of each output, and of each part of an output.
         self.seen: dict[str, TensorStatistics] = {}
-        self.outputs: Parts | None = None
+        self.outputs: Parts | None = None  # the parts of outputs, from the first batch on
         model = right.model if isinstance(right, GraphForm) else None
         if model is not None:
             all_layers = layers(model)
             self.firsts = {other.name: layer.name for layer, others in alike(all_layers) for other in others}
             self.parts = recurrent_parts(all_layers) & right.facts.keys() - references.keys()
             prepared = model if stage_of(model) == "PREPARED" else prepared
-        self.whole = prepared or model
+        self.whole = prepared or model  # the graph from which parts of outputs are read, or None
         operators = {} if prepared is None else quantized_operators(prepared)
         if self.parts and prepared is not None and left.real:
             inner = GraphForm(prepared, State.FLOAT)
@@ -107,6 +102,7 @@ class Pairing:
                 steps = Steps.of(right.facts[name].grid)
                 if steps is not None and operators[name].output.observer is None:
                     self.limits[name] = steps.low * steps.scale, steps.high * steps.scale
+        # For every name of the right form its reference.
         self.pairs = {name: references[name] for name in right.facts if name in references}
         for name, operator in operators.items():
             if operator.observed != EVERYTHING and name in references and references[name].factors is None:
