@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -105,11 +105,12 @@ FILE = "a model that fxq.save wrote (.fxq), or a file that fxq.export_onnx wrote
 DATA = ".npz, .npy, .safetensors or .pt, or a folder of .npy; arrays by the names of the inputs with the batch as dimension 0"
 
 
-def command(commands: Any, name: str, purpose: str, more: str) -> argparse.ArgumentParser:
-    """Return the parser of a new command; `more` is below its purpose in its own help."""
+def command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], purpose: str, more: str) -> argparse.ArgumentParser:
+    """Return the parser of a new command, which calls `run`; `more` is below its purpose in its own help."""
     described = f"{purpose[0].upper()}{purpose[1:]}.\n{more}"
     form = argparse.RawDescriptionHelpFormatter
     parser: argparse.ArgumentParser = commands.add_parser(name, help=purpose, description=described, formatter_class=form)
+    parser.set_defaults(run=run)
     return parser
 
 

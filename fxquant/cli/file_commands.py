@@ -28,10 +28,9 @@ def _batches(options: argparse.Namespace, model: Any) -> list[Any]:
 def add_inspect(commands: Any) -> None:
     """Add the command `inspect`."""
     purpose = "describe a file: stage, target, inputs, operators, dtypes, scales, sizes, and which operators stay in float and why"
-    parser = command(commands, "inspect", purpose, "The table lists every quantized tensor in the order they are computed.")
+    parser = command(commands, "inspect", _inspect, purpose, "The table lists every quantized tensor in the order they are computed.")
     parser.add_argument("file", type=path, metavar="FILE", help=FILE)
     parser.add_argument("--graph", action="store_true", help="print only the graph, as text")
-    parser.set_defaults(run=_inspect)
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -46,10 +45,9 @@ def add_diff(commands: Any) -> None:
     """Add the command `diff`."""
     purpose = "compare what two files hold: their graphs as text, their scales, their weights"
     more = "Both are saved models, or both are ONNX files. The exit status is 0 if they hold the same, and 1 if not."
-    diff = command(commands, "diff", purpose, more)
+    diff = command(commands, "diff", _diff, purpose, more)
     diff.add_argument("a", type=path, metavar="A", help=FILE)
     diff.add_argument("b", type=path, metavar="B", help="another of the same kind")
-    diff.set_defaults(run=_diff)
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -64,13 +62,12 @@ def add_report(commands: Any) -> None:
     """Add the command `report`."""
     purpose = "write one HTML page of a model: its graph, its layers, how far they are from the float model, and what to do"
     more = "The page opens without network. The advice needs --reference, the traced or prepared float side."
-    report = command(commands, "report", purpose, more)
+    report = command(commands, "report", _report, purpose, more)
     report.add_argument("file", type=path, metavar="FILE", help="a model that fxq.save wrote (.fxq)")
     report.add_argument("--out", type=path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)")
     same = "the same model as fxq.trace or fxq.prepare made it, saved; a prepared one in float"
     report.add_argument("--reference", type=path, metavar="FILE", help=same)
     add_data(report)
-    report.set_defaults(run=_report)
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -92,12 +89,11 @@ def add_segments(commands: Any) -> None:
     """Add the command `segments`."""
     purpose = "write an integer model as one ONNX file for each stretch of the target's integers or the host's float operators"
     more = "A manifest connects the files: fxq.export.run_segments runs the folder and returns the bits of the entire model."
-    segments = command(commands, "segments", purpose, more)
+    segments = command(commands, "segments", _segments, purpose, more)
     segments.add_argument("file", type=path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
     segments.add_argument("folder", type=path, metavar="FOLDER", help="where manifest.json and the files are written")
     cut = "cut after this tensor or module as well; may be given several times"
     segments.add_argument("--cut", action="append", default=[], metavar="NAME", help=cut)
-    segments.set_defaults(run=_segments)
 
 
 def _segments(options: argparse.Namespace) -> int:
@@ -115,7 +111,7 @@ def _segments(options: argparse.Namespace) -> int:
 def add_export(commands: Any) -> None:
     """Add the command `export`."""
     purpose = "write an integer model for another program: as ONNX, C, a program of PyTorch's own, or for a vendor's compiler"
-    export = command(commands, "export", purpose, "Any number of forms may be asked for.")
+    export = command(commands, "export", _export, purpose, "Any number of forms may be asked for.")
     export.add_argument("file", type=path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
     export.add_argument("--onnx", type=path, metavar="PATH", help="an ONNX file with the same bits in every runtime (.onnx)")
     export.add_argument("--c", type=path, metavar="PATH", help="a C99 program without dependencies: its source, with header and main (.c)")
@@ -138,7 +134,6 @@ def add_export(commands: Any) -> None:
     export.add_argument("--compile", action="store_true", help="compile the folder of --to, too, which needs the vendor's tool")
     export.add_argument("--board", type=path, metavar="FOLDER", help="compile, and write what runs the program on a board and checks it")
     export.add_argument("--data", type=path, metavar="FILE", help=f"inputs for --board: {DATA} (default: random ones)")
-    export.set_defaults(run=_export)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -196,6 +191,7 @@ def add_verify(commands: Any) -> None:
     verify = command(
         commands,
         "verify",
+        _verify,
         "run two forms of one model and compare every quantized tensor, bit for bit",
         "The forms are a prepared model, an integer model, an ONNX file and a BPU program; at most one is a file of the last two kinds.\n"
         "An ONNX file is run in every runtime there is, a program (.bin, .hbm) in the vendor's simulator.\n"
@@ -204,7 +200,6 @@ def add_verify(commands: Any) -> None:
     verify.add_argument("a", type=path, metavar="A", help=FILE)
     verify.add_argument("b", type=path, metavar="B", help="another form of the same model")
     add_data(verify)
-    verify.set_defaults(run=_verify)
 
 
 def _verify(options: argparse.Namespace) -> int:

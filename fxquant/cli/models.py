@@ -25,6 +25,7 @@ def add_quantize(commands: Any) -> None:
     quantize = command(
         commands,
         "quantize",
+        _quantize,
         "prepare, calibrate, convert, export and verify a model, and report on it",
         "The folder holds model.onnx, integer.fxq, report.html and summary.json. The last fifth of the samples (32 at most) is held back.\n"
         "On it the ONNX file is compared with the integer model, bit for bit, and the integer model with the float one.\n"
@@ -39,7 +40,6 @@ def add_quantize(commands: Any) -> None:
     quantize.add_argument("--fixed-batch", type=positive, metavar="N", help=rows)
     quantize.add_argument("--horizon", action="store_true", help="write the folder horizon, too, for the vendor's compiler")
     quantize.add_argument("--no-report", dest="report", action="store_false", help="write no report.html, which needs plotly")
-    quantize.set_defaults(run=_quantize)
 
 
 def _quantize(options: argparse.Namespace) -> int:
@@ -52,13 +52,12 @@ def add_check(commands: Any) -> None:
     """Add the command `check`."""
     purpose = "list the limits of a target that a model breaks, and the operators that stay in float, before calibration"
     more = "Each is listed with the line of the model's code and a remedy. The exit status is 0 if there is nothing, and 1 if there is."
-    check = command(commands, "check", purpose, more)
+    check = command(commands, "check", _check, purpose, more)
     add_model(check)
     source = check.add_mutually_exclusive_group(required=True)
     sizes = "sizes of a float32 input; once for each of forward's arguments"
     source.add_argument("--shape", action="append", type=shape, metavar="N,C,…", help=sizes)
     source.add_argument("--data", type=path, metavar="PATH", help=f"samples, of which the first is the input: {DATA}")
-    check.set_defaults(run=_check)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -79,6 +78,7 @@ def add_conformance(commands: Any) -> None:
     conformance = command(
         commands,
         "conformance",
+        _conformance,
         "check that a board computes fxquant's integers: write probe programs for it, and compare its results",
         "With --target, write a kit: a program for each operator, compiled by the vendor's tool. Copy KIT/board to the board, and run\n"
         "`python3 run.py` there. With --results, say per operator whether every integer is equal, or how many differ and which known\n"
@@ -94,7 +94,6 @@ def add_conformance(commands: Any) -> None:
     conformance.add_argument("--results", type=path, metavar="DIR", help=results)
     simulated = "let the vendor's simulator write the results into this folder first, and compare them"
     conformance.add_argument("--simulate", type=path, metavar="DIR", help=simulated)
-    conformance.set_defaults(run=_conformance)
 
 
 def _conformance(options: argparse.Namespace) -> int:
