@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxquant.frontend.arguments import ATOMS
 from fxquant.frontend.gradients import STAND_INS
-from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, TracedTensor, active, is_tracing, refuse
+from fxquant.frontend.values import BatchNumber, TracedTensor, active, is_tracing, refuse
 from fxquant.ir.carried import PLAIN
 from fxquant.ir.model import autocast_off
 from fxquant.support.files import free_in_child
@@ -120,18 +120,11 @@ class _AnswersLike(type):
         return hash(cls.stands_for)
 
 
-class _Int(_AnswersLike):
+class _Number(_AnswersLike):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], BatchNumber) and is_tracing():
-            return args[0] if isinstance(args[0], BatchInt) else active().arithmetic(builtins.int, args)
-        return builtins.int(*args, **kwargs)
-
-
-class _Float(_AnswersLike):
-    def __call__(cls, *args: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], BatchNumber) and is_tracing():
-            return args[0] if isinstance(args[0], BatchFloat) else active().arithmetic(builtins.float, args)
-        return builtins.float(*args)
+            return args[0] if isinstance(args[0], cls.stands_for) else active().arithmetic(cls.stands_for, args)
+        return cls.stands_for(*args, **kwargs)
 
 
 class _Range(_AnswersLike):
@@ -157,8 +150,8 @@ _MATH_MODULE = ModuleType("math")  # what `math` is for the modules of a model t
 _MATH_MODULE.__dict__.update(math.__dict__)
 _MATH_MODULE.__dict__.update((function.__name__, stand_in) for function, stand_in in _MATH_STAND_INS.items())
 _BUILTIN_STAND_INS: dict[str, Any] = {
-    "int": _Int("_IntStandIn", (builtins.int,), {"stands_for": builtins.int}),
-    "float": _Float("_FloatStandIn", (builtins.float,), {"stands_for": builtins.float}),
+    "int": _Number("_IntStandIn", (builtins.int,), {"stands_for": builtins.int}),
+    "float": _Number("_FloatStandIn", (builtins.float,), {"stands_for": builtins.float}),
     "range": _Range("_RangeStandIn", (), {"stands_for": builtins.range}),
     "len": lambda sized: sized.size(0) if isinstance(sized, TracedTensor) and is_tracing() else builtins.len(sized),
 }

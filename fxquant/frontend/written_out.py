@@ -76,16 +76,9 @@ def _convolution(
     return getattr(F, f"conv{rank}d")(input, weight, bias, stride, padding, dilation, groups)
 
 
-def _max_pool(rank: int, indices: bool) -> Callable[..., Any]:
-    def pool(input: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
-        return getattr(F, f"max_pool{rank}d")(input, kernel, stride or None, padding, dilation, ceil_mode, return_indices=indices)
-
-    return pool
-
-
-def _avg_pool(rank: int) -> Callable[..., Any]:
+def _pool(name: str, **fixed: Any) -> Callable[..., Any]:
     def pool(input: Any, kernel: Any, stride: Any = (), *rest: Any, **named: Any) -> Any:
-        return getattr(F, f"avg_pool{rank}d")(input, kernel, stride or None, *rest, **named)
+        return getattr(F, name)(input, kernel, stride or None, *rest, **named, **fixed)
 
     return pool
 
@@ -130,9 +123,8 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "rms_norm": lambda input, shape, weight=None, eps=None: F.rms_norm(input, shape, weight, eps),
     "group_norm": lambda input, groups, weight=None, bias=None, eps=1e-5, *_: F.group_norm(input, groups, weight, bias, eps),
     "native_group_norm": lambda input, weight, bias, n, c, hw, groups, eps: (F.group_norm(input, groups, weight, bias, eps), None, None),
-    "convolution": _convolution, **{f"max_pool{rank}d": _max_pool(rank, False) for rank in (1, 2, 3)},
-    **{f"max_pool{rank}d_with_indices": _max_pool(rank, True) for rank in (2, 3)},
-    **{f"avg_pool{rank}d": _avg_pool(rank) for rank in (1, 2, 3)},
+    "convolution": _convolution, **{f"{kind}_pool{rank}d": _pool(f"{kind}_pool{rank}d") for kind in ("max", "avg") for rank in (1, 2, 3)},
+    **{f"max_pool{rank}d_with_indices": _pool(f"max_pool{rank}d", return_indices=True) for rank in (2, 3)},
     **{f"adaptive_avg_pool{rank}d": getattr(F, f"adaptive_avg_pool{rank}d") for rank in (2, 3)},
     **{f"_adaptive_avg_pool{rank}d": getattr(F, f"adaptive_avg_pool{rank}d") for rank in (2, 3)},
     **{f"upsample_nearest{rank}d": _upsample("nearest", False) for rank in (1, 2, 3)},
