@@ -96,7 +96,13 @@ def _call(gm: fx.GraphModule, node: fx.Node) -> str:
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":
-        return _attribute(gm, str(node.target))
+        path = str(node.target)
+        value = resolve(gm, path)
+        if isinstance(value, nn.Module):
+            return f"{type(value).__name__}[{path}]"
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            return f"[{path}] #{hashlib.sha256(value.contiguous().numpy(force=True).tobytes()).hexdigest()[:8]}"
+        return f"[{path}]"
     record = record_of(gm, node) or primitive_of(node)
     name, arguments = called(gm, node), _arguments(record, node)
     if record is None and node.op == "call_module":
@@ -147,15 +153,6 @@ def _value(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return str(value)
-
-
-def _attribute(gm: fx.GraphModule, path: str) -> str:
-    value = resolve(gm, path)
-    if isinstance(value, nn.Module):
-        return f"{type(value).__name__}[{path}]"
-    if isinstance(value, torch.Tensor) and not value.is_floating_point():
-        return f"[{path}] #{hashlib.sha256(value.contiguous().numpy(force=True).tobytes()).hexdigest()[:8]}"
-    return f"[{path}]"
 
 
 def _fact_text(value: Any) -> str:

@@ -121,7 +121,12 @@ class Evaluator:
 
     def _merge(self, a: Any, b: Any) -> Any:
         if isinstance(a, torch.Tensor):
-            return self._merge_tensors(a, b)
+            if a.dim() != b.dim() or a.dtype != b.dtype:
+                because = f"an operator returned {a.dim()} dimensions of {a.dtype} at one batch size and {b.dim()} of {b.dtype} at another"
+                remedy = "avoid squeeze() without a dimension, and conditions on the batch size"
+                refuse("the rank or type of a tensor depends on the batch size", because=because, remedy=remedy)
+            abstract = self.intern(a, b)
+            return abstract if isinstance(a, FakeTensor) else Value(a, b, abstract)
         if isinstance(a, (tuple, list)):
             if len(a) != len(b):
                 because = f"an operator returned {len(a)} results at one batch size and {len(b)} at another"
@@ -136,14 +141,6 @@ class Evaluator:
         elif isinstance(a, (int, float)) and a != b and not (a != a and b != b):
             return Number(a, b)
         return a
-
-    def _merge_tensors(self, a: torch.Tensor, b: torch.Tensor) -> Value:
-        if a.dim() != b.dim() or a.dtype != b.dtype:
-            because = f"an operator returned {a.dim()} dimensions of {a.dtype} at one batch size and {b.dim()} of {b.dtype} at another"
-            remedy = "avoid squeeze() without a dimension, and conditions on the batch size"
-            refuse("the rank or type of a tensor depends on the batch size", because=because, remedy=remedy)
-        abstract = self.intern(a, b)
-        return abstract if isinstance(a, FakeTensor) else Value(a, b, abstract)
 
 
 # ---- the arguments at one batch size, and where a result lies in memory ----------------------------------------------

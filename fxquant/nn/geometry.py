@@ -204,7 +204,10 @@ class DetectionPostProcess(nn.Module):
     def forward(self, scores: Tensor, deltas: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         best, labels = scores.max(-1)
         best, order = best.topk(min(self.keep, best.shape[1]), 1)
-        boxes = _decode(deltas, anchors).gather(1, order.unsqueeze(-1).expand(-1, -1, 4))
+        size = anchors[:, 2:] - anchors[:, :2]
+        centre = anchors[:, :2] + size / 2 + deltas[..., :2] * size
+        half = size * deltas[..., 2:].exp() / 2
+        boxes = torch.cat((centre - half, centre + half), -1).gather(1, order.unsqueeze(-1).expand(-1, -1, 4))
         labels = labels.gather(1, order)
         left = torch.maximum(boxes[:, :, None, :2], boxes[:, None, :, :2])
         right = torch.minimum(boxes[:, :, None, 2:], boxes[:, None, :, 2:])
@@ -217,13 +220,6 @@ class DetectionPostProcess(nn.Module):
             beaten = over[:, index] & mask[:, index : index + 1] & (torch.arange(best.shape[1], device=best.device) > index)
             mask = mask & ~beaten
         return boxes, torch.where(mask, best, torch.zeros_like(best)), torch.where(mask, labels, torch.full_like(labels, -1))
-
-
-def _decode(deltas: Tensor, anchors: Tensor) -> Tensor:
-    size = anchors[:, 2:] - anchors[:, :2]
-    centre = anchors[:, :2] + size / 2 + deltas[..., :2] * size
-    half = size * deltas[..., 2:].exp() / 2
-    return torch.cat((centre - half, centre + half), -1)
 
 
 # ---- Scatter of points to bird's-eye-view maps. The positions of elements are data, so these run in float ------------

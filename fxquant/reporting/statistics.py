@@ -79,7 +79,10 @@ class TensorStatistics:
         self.not_a_number += int(torch.isnan(one).sum())
         self.infinite += int(torch.isinf(one).sum())
         if self.axis is not None and one.dim() > 1:
-            self._see_channels(one)
+            dims = [dim for dim in range(one.dim()) if dim != self.axis % one.dim()]
+            largest = torch.nan_to_num(one, nan=0.0, posinf=0.0, neginf=0.0).abs().amax(dims)
+            if self.channels is None or self.channels.shape == largest.shape:
+                self.channels = largest if self.channels is None else torch.maximum(self.channels, largest)
         finite = torch.isfinite(one) & torch.isfinite(other)
         if not bool(finite.all()):
             one, other = one[finite], other[finite]
@@ -94,13 +97,6 @@ class TensorStatistics:
         self.low, self.high = min(self.low, float(one.min())), max(self.high, float(one.max()))
         if self.steps is not None:
             self._see_grid(one, self.steps)
-
-    def _see_channels(self, value: Tensor) -> None:
-        assert self.axis is not None
-        dims = [dim for dim in range(value.dim()) if dim != self.axis % value.dim()]
-        largest = torch.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0).abs().amax(dims)
-        if self.channels is None or self.channels.shape == largest.shape:
-            self.channels = largest if self.channels is None else torch.maximum(self.channels, largest)
 
     def _see_grid(self, value: Tensor, steps: Steps) -> None:
         number = value / steps.scale

@@ -112,24 +112,20 @@ def _preserved(model: fx.GraphModule) -> dict[str, Any]:
 
 def _located(node: fx.Node, model: fx.GraphModule) -> dict[str, Any]:
     try:
-        return _node(node, model)
+        # What the user called is kept by name alone.
+        called = tuple(kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind)) for kind in spelling(node))
+        return {
+            "op": node.op,
+            "name": _identifier(node.name),
+            "target": _target(node, model),
+            "args": [encode(argument) for argument in node.args],
+            "kwargs": {_identifier(name): encode(argument) for name, argument in node.kwargs.items()},
+            "meta": {name: encode(called if name == "spelling" else node.meta[name]) for name in _META if name in node.meta},
+        }
     except FxQuantError as error:
         if error.node is not None:
             raise
         raise type(error)(error.what, node=node, because=error.because, remedy=error.remedy) from error
-
-
-def _node(node: fx.Node, model: fx.GraphModule) -> dict[str, Any]:
-    # What the user called is kept by name alone.
-    called = tuple(kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind)) for kind in spelling(node))
-    return {
-        "op": node.op,
-        "name": _identifier(node.name),
-        "target": _target(node, model),
-        "args": [encode(argument) for argument in node.args],
-        "kwargs": {_identifier(name): encode(argument) for name, argument in node.kwargs.items()},
-        "meta": {name: encode(called if name == "spelling" else node.meta[name]) for name in _META if name in node.meta},
-    }
 
 
 def _identifier(name: str) -> str:

@@ -93,19 +93,15 @@ def encode(value: Any) -> Any:
     if isinstance(value, list):
         return [encode(item) for item in value]
     if isinstance(value, tuple):
-        return _encode_tuple(value)
+        name = type(value).__name__
+        if not hasattr(value, "_fields"):
+            return {"tuple": [encode(item) for item in value]}
+        if _NAMED_TUPLES.get(name) is not type(value):
+            cannot_save(f"a named tuple {name}", "its class is not one of fxquant's own", "return a plain tuple or a dict instead")
+        return {name: [encode(item) for item in value]}
     if isinstance(value, dict):
         return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
     return _encode_numbers(value) if type(value) is torch.Tensor else _encode_other(value)
-
-
-def _encode_tuple(value: tuple[Any, ...]) -> Any:
-    name = type(value).__name__
-    if not hasattr(value, "_fields"):
-        return {"tuple": [encode(item) for item in value]}
-    if _NAMED_TUPLES.get(name) is not type(value):
-        cannot_save(f"a named tuple {name}", "its class is not one of fxquant's own", "return a plain tuple or a dict instead")
-    return {name: [encode(item) for item in value]}
 
 
 def _encode_other(value: Any) -> Any:
