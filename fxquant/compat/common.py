@@ -32,13 +32,11 @@ BRANCH = FLAG.or_none("if it can be traced")
 
 
 class Refusal(NamedTuple):
-    """The reason why a name or an argument of another toolkit is not supported, and the remedy.
-
-    harmless   whether a value of the argument changes nothing, so that it is accepted; None: the default alone is
-    """
+    """The reason why a name or an argument of another toolkit is not supported, and the remedy."""
 
     because: str
     remedy: str
+    # Whether a value of the argument changes nothing, so that it is accepted; None: the default alone is.
     harmless: Callable[[Any], bool] | None = None
 
     def error(self, what: str) -> ConfigurationError:
@@ -203,10 +201,7 @@ def run_program(called: str, install: Callable[[bool], None], arguments: Sequenc
         return 0 if arguments else 2
     program = Path(arguments[0])
     if not program.is_file():
-        print(
-            ConfigurationError(f"the program {program} was not found", because="it is the path of a Python file", remedy="pass one"),
-            file=sys.stderr,
-        )
+        print(refused("program", program=program), file=sys.stderr)
         return 2
     logging.getLogger("fxquant").setLevel(logging.INFO)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -18,22 +19,18 @@ from fxquant.frontend.values import UNKNOWN, BatchNumber, Number, TracedTensor, 
 from fxquant.ir.graph import own
 
 
+@dataclass(slots=True, eq=False)
 class Outcome:
-    """The result of an operator.
+    """The result of an operator."""
 
-    template   a `Value`, a `Number`, a `Sequenced` of these, or a plain Python value
-    alias      the index of the traced argument that the first tensor result shares memory with, or None
-    same_place whether it has the same elements in the same order as that argument
-    recorded   whether a part of it has to be computed by a node
-    from_content   whether it depends on the content of arguments, not only on their shapes
-    """
+    template: Any  # a `Value`, a `Number`, a `Sequenced` of these, or a plain Python value
+    alias: int | None  # the index of the traced argument that the first tensor result shares memory with, or None
+    same_place: bool  # whether it has the same elements in the same order as that argument
+    recorded: bool = field(init=False)  # whether a part of it has to be computed by a node
+    from_content: bool = False  # whether it depends on the content of arguments, not only on their shapes
 
-    __slots__ = ("alias", "from_content", "recorded", "same_place", "template")
-
-    def __init__(self, template: Any, alias: int | None, same_place: bool) -> None:
-        self.template, self.alias, self.same_place = template, alias, same_place
-        self.recorded = _has_values(template)
-        self.from_content = False
+    def __post_init__(self) -> None:
+        self.recorded = _has_values(self.template)
 
 
 class Sequenced:

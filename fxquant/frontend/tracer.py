@@ -47,20 +47,17 @@ _DEEPEST = 8  # of attributes of objects within objects
 Form = Any
 
 
+@dataclass(frozen=True)
 class Returned:
-    """Converts the result of forward to nested lists, tuples and dicts of nodes, which a graph can return.
+    """Converts the result of forward to nested lists, tuples and dicts of nodes, which a graph can return."""
 
-    leaf   returns the node of a tensor
-    note   records a sentence about a value that was fixed
-    """
-
-    def __init__(self, leaf: Callable[[torch.Tensor], Any], note: Callable[[str], None]) -> None:
-        self._leaf, self._note = leaf, note
+    leaf: Callable[[torch.Tensor], Any]  # returns the node of a tensor
+    note: Callable[[str], None]  # records a sentence about a value that was fixed
 
     def convert(self, output: Any) -> tuple[Any, Form]:
         """Return the nested nodes, and the form from which `rebuilt` restores the classes."""
         if isinstance(output, torch.Tensor):
-            return self._leaf(output), None
+            return self.leaf(output), None
         if isinstance(output, Selected):
             output.refuse_as_output()
         if isinstance(output, BatchNumber | Unknown):
@@ -92,7 +89,7 @@ class Returned:
         nest = dict(zip(keys, (part for part, _ in parts), strict=True)) if named else [part for part, _ in parts]
         name = _name_of(type(output))
         if not _is_plain(context):
-            self._note(f"forward returned a {type(output).__name__}, whose parts are returned as a {'dict' if named else 'list'}")
+            self.note(f"forward returned a {type(output).__name__}, whose parts are returned as a {'dict' if named else 'list'}")
             return nest, ["keys" if named else "items", forms]
         return nest, ["class", name, context, forms]
 
@@ -118,7 +115,7 @@ class Returned:
             refuse(f"forward returned a {type(output).__name__}", because=because, remedy=remedy)
         dropped = [name for name in getattr(output, "__dict__", {}) if name not in nest and not name.startswith("_")]
         without = f", without {', '.join(map(repr, dropped))}" if dropped else ""
-        self._note(f"forward returned a {type(output).__name__}, whose tensors are returned as a dict of its attributes{without}")
+        self.note(f"forward returned a {type(output).__name__}, whose tensors are returned as a dict of its attributes{without}")
         return nest
 
     def _attributes(self, value: Any, depth: int) -> Any:

@@ -13,7 +13,7 @@ import math
 import operator
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -68,18 +68,13 @@ class Change:
     stopped: bool = False  # whether it is invisible to autograd: it changed a detached tensor, or ran without gradients
 
 
+@dataclass(slots=True, eq=False)
 class Aliases:
-    """Tensors that share one memory: an in-place operation on one tensor makes the others stale.
+    """Tensors that share one memory: an in-place operation on one tensor makes the others stale."""
 
-    changes   all in-place operations, in order; their number is the version of the memory
-    whole     the memory as a whole, after the first `applied` of them
-    """
-
-    __slots__ = ("applied", "changes", "whole")
-
-    def __init__(self, whole: TracedTensor) -> None:
-        self.changes: list[Change] = []
-        self.whole, self.applied = whole, 0
+    whole: TracedTensor  # the memory as a whole, after the first `applied` in-place operations
+    applied: int = 0
+    changes: list[Change] = field(default_factory=list)  # all in-place operations, in order; their number is the version of the memory
 
     @property
     def version(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.compat.common import foreign, refusals, refused, unknown, unserved
+from fxquant.compat.common import foreign, refusals, refused, unknown
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import required
 from fxquant.errors import ConfigurationError
@@ -263,8 +263,7 @@ class QuantAnalysis:
         if analysis_model_type not in TYPES:
             raise unknown("analysis_model_type", analysis_model_type, f"one of {', '.join(TYPES)}")
         if post_process is not None:
-            because = "outputs are compared as the models return them"
-            raise unserved("QuantAnalysis", "post_process", because, "leave it out, or make it part of the model")
+            raise refused("QuantAnalysis(post_process)")
         _left_out("", {"device_ids": device_ids})
         models: tuple[Any, Any] = baseline_model, analysis_model
         self.baseline, self.analysis = (each if isinstance(each, nn.Module) else getattr(each, "model", each) for each in models)
@@ -305,9 +304,7 @@ class QuantAnalysis:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith(("plot_", "tune_")):
             raise AttributeError(name)
-        because = "a page has what is drawn, and widths are searched in the float model"
-        remedy = "call fxq.report, or fxq.search.mixed_precision"
-        raise ConfigurationError(f"QuantAnalysis has no {name}", because=because, remedy=remedy)
+        raise refused("QuantAnalysis.plot", name=name)
 
     def clean(self) -> None:
         """Forget the selected batch and its comparison."""

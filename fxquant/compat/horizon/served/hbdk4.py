@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,7 +20,6 @@ from fxquant.compat.common import foreign, refused
 from fxquant.compat.horizon.served.exporting import compiled, perf_model, require_march
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import NAMES
-from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact, is_deployed
 from fxquant.ir.integer import qparams
 from fxquant.support import logger
@@ -36,10 +35,6 @@ ORDERS = {None: "", "yuvbt601full2rgb": "rgb", "yuvbt601full2bgr": "bgr"}  # mod
 CENTRE = 128.0  # of a byte, whose int8 is the byte minus this
 
 
-def _refuse(what: str, because: str, remedy: str) -> NoReturn:
-    raise ConfigurationError(f"{what} cannot be done", because=because, remedy=remedy)
-
-
 class Input:
     """An input of a module, which can take the image of a camera instead of (N, 3, H, W). Methods return the input that replaces it."""
 
@@ -50,16 +45,16 @@ class Input:
         """Set the module's format of images. Raises ConfigurationError unless it was `before`, which `step` sets."""
         if self._module.image != before:
             remedy = f"call {step} first" if self._module.image is None else "export the model again, and insert each step once"
-            _refuse(called, "steps before an image are inserted from the model outwards, each once", remedy)
+            raise refused("hbdk4.order", called=called, remedy=remedy)
         if len(self._module.model.graph.find_nodes(op="placeholder")) != 1:
-            _refuse(called, "the model has several inputs", "convert the image outside of the model, with fxq.nn.Nv12ToYuv444")
+            raise refused("hbdk4.several", called=called)
         self._module.image = image
         return self
 
     def insert_transpose(self, permutes: Any) -> Input:
         """Transpose an input, so that the module takes images (N, H, W, 3). Raises ConfigurationError for another order of dimensions."""
         if list(permutes) != [0, 3, 1, 2]:
-            _refuse(f"insert_transpose({permutes})", "images of a camera are (N, H, W, 3)", "pass [0, 3, 1, 2], or permute in forward")
+            raise refused("hbdk4.insert_transpose", permutes=permutes)
         return self._to("insert_transpose", None, "insert_transpose", NHWC)
 
     def insert_image_preprocess(
@@ -75,13 +70,10 @@ class Input:
         Raises ConfigurationError for another mode, and for a model that `with_camera` does not take.
         """
         if mode not in ORDERS:
-            _refuse(f"insert_image_preprocess(mode={mode!r})", f"modes are {', '.join(map(repr, ORDERS))}", "pass one of these")
+            raise refused("hbdk4.mode", mode=mode, known=", ".join(map(repr, ORDERS)))
         means, stds = ([float(value) * divisor for value in values] for values in (mean, std))
         if mode is None and not (set(means) == {CENTRE} and len(set(stds)) == 1):
-            _refuse(
-                "insert_image_preprocess(mode=None)", "the bytes of a camera are read minus 128, with one scale",
-                "pass mean=[128, 128, 128] and one std, or put fxq.nn.YuvToRgb(centred=True, mean=…, std=…) in front of the model",
-            )  # fmt: skip
+            raise refused("hbdk4.bytes")
         model = self._module.model
         if mode is not None:
             step = -1 if ORDERS[mode] == "bgr" else 1
@@ -93,17 +85,14 @@ class Input:
     def insert_image_convert(self, mode: str = NV12) -> tuple[Input, Input]:
         """Make the module take Y (N, H, W, 1) and UV (N, H/2, W/2, 2) of NV12, uint8. Raises ConfigurationError for another mode."""
         if mode != NV12:
-            _refuse(f"insert_image_convert({mode!r})", "cameras have NV12", "pass 'nv12', or leave it out for Y, U and V of every pixel")
+            raise refused("hbdk4.insert_image_convert", mode=mode)
         self._to("insert_image_convert", YUV, "insert_image_preprocess(mode, divisor, mean, std)", NV12)
         return Input(self._module, f"{self.name}_y"), Input(self._module, f"{self.name}_uv")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        _refuse(
-            f"{name} of an input", "graphs are not edited but for the images of a camera, and the ends as a whole",
-            "change the model's forward before it is prepared, or call remove_io_op() of the function",
-        )  # fmt: skip
+        raise refused("hbdk4.Input", name=name)
 
 
 class Function:
@@ -134,20 +123,14 @@ class Function:
         """
         named = {str(name).lower() for name in op_types or ("quantize", "dequantize")}
         if op_names or not named >= {"quantize", "dequantize"} or named - IO_OPS:
-            _refuse(
-                f"remove_io_op({'op_names=…' if op_names else f'op_types={op_types!r}'})",
-                "a file has float tensors at both ends, or integers at both", "pass op_types=['Quantize', 'Dequantize'], or leave it out",
-            )  # fmt: skip
+            raise refused("hbdk4.remove_io_op", argument="op_names=…" if op_names else f"op_types={op_types!r}")
         if not is_deployed(self._module.model):
-            _refuse("remove_io_op of a prepared model", "it computes in float, on grids", "call convert(module, march) first")
+            raise refused("hbdk4.remove_io_op of prepared")
         self._module.io = INTEGER
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("insert_", "register_", "feed")):
-            _refuse(
-                f"{name} of a function", "a function is called with tensors, and images are inserted at its inputs",
-                "call functions[0](*inputs) to compute, and functions[0].inputs[0].insert_image_convert('nv12') for a camera",
-            )  # fmt: skip
+            raise refused("hbdk4.Function", name=name)
         raise AttributeError(name)
 
 

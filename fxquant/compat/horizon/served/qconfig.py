@@ -88,8 +88,7 @@ class FakeQuant:
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Raise ConfigurationError: quantizers are parts of prepared models."""
-        remedy = "describe it by FakeQuantize.with_args(observer=…, dtype=…) in a QConfig, and prepare a model with that"
-        raise ConfigurationError("a fake quantize cannot be called", because="prepared models have quantizers of their own", remedy=remedy)
+        raise refused("FakeQuantize.call")
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, Quantizer)
