@@ -81,7 +81,9 @@ def variants_of(target: Target) -> list[Variant]:
     """Return the variants of a target's arithmetic that differ from it, and from each other."""
     variants: list[Variant] = []
     arithmetics = [target.arithmetic]
-    fixed = (*_roundings(), *_widths()) if isinstance(target.arithmetic, FixedArithmetic) else ()
+    widths = [Variant(name, partial(_width, changed=changed)) for name, changed in WIDTHS]
+    widths.append(Variant("the smallest first shift that covers the output's range", _smallest_first_shift))
+    fixed = (*_roundings(), *widths) if isinstance(target.arithmetic, FixedArithmetic) else ()
     for variant in (*fixed, *_fields(), *_others(target)):
         changed = variant.change(target.arithmetic)
         if changed not in arithmetics:
@@ -113,12 +115,6 @@ def _plain_floor(old: FixedArithmetic) -> Arithmetic:
     return PlainFloor(**{**values, "roundings": {**_spelt_out(old), LAYER: "floor"}})
 
 
-def _widths() -> Iterator[Variant]:
-    for name, changed in WIDTHS:
-        yield Variant(name, partial(_width, changed=changed))
-    yield Variant("the smallest first shift that covers the output's range", _smallest_first_shift)
-
-
 def _width(old: FixedArithmetic, changed: Mapping[str, int]) -> Arithmetic:
     widths = {}
     for dtype, each in old.widths.items():
@@ -143,10 +139,6 @@ def _fields() -> Iterator[Variant]:
             yield Variant(words.format(shown), partial(replace, **{name: value}))
 
 
-def _other(old: Arithmetic, arithmetic: Arithmetic) -> Arithmetic:
-    return arithmetic
-
-
 def _said(value: Any) -> str:
     if value is None:
         return "both operands on a common finer scale"
@@ -160,4 +152,4 @@ def _others(target: Target) -> Iterator[Variant]:
     for other in backends.TARGETS.values():
         same_class = type(other.arithmetic) is type(target.arithmetic)
         if same_class and other.arithmetic.power_of_two_scales == target.arithmetic.power_of_two_scales:
-            yield Variant(f"the arithmetic of {other.name}", partial(_other, arithmetic=other.arithmetic))
+            yield Variant(f"the arithmetic of {other.name}", lambda _, arithmetic=other.arithmetic: arithmetic)

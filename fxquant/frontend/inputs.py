@@ -209,12 +209,9 @@ def _names(form: Form) -> Iterator[str]:
     kind, *content = form
     if kind == "tensor":
         yield content[0]
-    elif kind in ("items", "leaves"):
+    elif kind in ("items", "leaves", "keys"):
         for item in content[0]:
-            yield from _names(item)
-    elif kind == "keys":
-        for _, item in content[0]:
-            yield from _names(item)
+            yield from _names(item[1] if kind == "keys" else item)
     elif kind not in ("value", "object", "nothing"):
         raise ValueError(kind)
 

@@ -141,10 +141,8 @@ def _copied(value: Any) -> Any:
 
 
 def _holds_module(value: Any) -> bool:
-    if type(value) is dict:
-        return any(map(_holds_module, value.values()))
-    if type(value) in (list, tuple, set):
-        return any(map(_holds_module, value))
+    if type(value) in (dict, list, tuple, set):
+        return any(map(_holds_module, value.values() if type(value) is dict else value))
     return isinstance(value, nn.Module) or isinstance(getattr(value, "__self__", None), nn.Module)
 
 
