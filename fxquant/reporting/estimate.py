@@ -6,6 +6,7 @@ import html
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,7 @@ class LayerEstimate(NamedTuple):
     bound: str
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Estimate(Rows[LayerEstimate]):
     """The result of `estimate`: a row for each operator; iterates, prints as a table with totals, and is written as a page by `to_html`.
 
@@ -66,12 +68,7 @@ class Estimate(Rows[LayerEstimate]):
 
     roofline: Roofline
     target: str
-    compiled: tuple[CompiledCost, ...]
-
-    def __init__(self, items: tuple[LayerEstimate, ...], roofline: Roofline, target: str, compiled: tuple[CompiledCost, ...] = ()) -> None:
-        super().__init__(f"one item on {target}, at the peak rates of the chip", items)
-        for name, value in (("roofline", roofline), ("target", target), ("compiled", compiled)):
-            object.__setattr__(self, name, value)
+    compiled: tuple[CompiledCost, ...] = ()
 
     @property
     def macs(self) -> int:
@@ -212,7 +209,9 @@ def estimate(
             bound = "compute" if compute > memory else "memory"
         figures = layer.macs, moved, compute, memory, max(compute, memory)
         rows.append(LayerEstimate(layer.name, layer.operator, layer.dtype, *figures, bound))
-    return Estimate(tuple(rows), rates, chosen.name, () if compiled is None else tuple(Binary(Path(compiled)).costs()))
+    costs = () if compiled is None else tuple(Binary(Path(compiled)).costs())
+    title = f"one item on {chosen.name}, at the peak rates of the chip"
+    return Estimate(title, tuple(rows), roofline=rates, target=chosen.name, compiled=costs)
 
 
 def _slowness(node: fx.Node, nodes: Mapping[str, fx.Node], by_name: Mapping[str, Layer], operands: list[str]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -33,9 +33,6 @@ class Rows(Sequence[Row], Generic[Row]):
 
     def __len__(self) -> int:
         return len(self.items)
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.items)
 
     def __rich__(self) -> Table:
         heads = [name.replace("_", " ") for name in self.items[0]._fields] if self.items else []
