@@ -14,14 +14,6 @@ from fxquant.primitives.shape import named, one_node
 from fxquant.primitives.steps import MOST_REAL, Op, Writer, binary
 
 
-def _steps_centre(w: Writer, input: int, zero_point: int) -> int:
-    return w.write(Op.SUBTRACT, input, w.operand(zero_point))
-
-
-def _steps_negate(w: Writer, input: int) -> int:
-    return w.write(Op.SUBTRACT, w.operand(0), input)
-
-
 def _steps_align_fixed(w: Writer, input: int, multiplier: Tensor, right_shift: Tensor, wide: bool = False) -> int:
     w.wide |= wide
     return w.write(Op.SHIFT, w.write(Op.MULTIPLY, input, multiplier), right_shift)
@@ -30,10 +22,6 @@ def _steps_align_fixed(w: Writer, input: int, multiplier: Tensor, right_shift: T
 def _steps_shift_right(w: Writer, input: int, bits: int) -> int:
     w.wide |= bits > 30
     return w.write(Op.SHIFT, w.write(Op.ADD, input, w.operand(2 ** (bits - 1))), w.operand(bits))
-
-
-def _steps_lookup(w: Writer, input: int, table: Tensor, first: int | None = None) -> int:
-    return w.write(Op.LOOK_UP, input, low=_first(table, first), table=table)
 
 
 def _width(wide: bool) -> torch.dtype:
@@ -51,10 +39,6 @@ def _onnx_align_fixed(e: Emitter, input: str | Tensor, multiplier: Tensor, right
     return e.call(name, body, named(e, input), e.constant(multiplier.double() * power_of_two(-right_shift), width))
 
 
-def _align_fixed_real(input: Tensor, multiplier: Tensor, right_shift: Tensor, wide: bool = False) -> Tensor:
-    return input * (multiplier.double() * power_of_two(-right_shift)).to(_width(wide))
-
-
 def _bounds_align_fixed(input: Value, multiplier: Value, right_shift: Value, wide: bool = False) -> Range:
     factors, shift = constant_of(multiplier, "multiplier").double(), constant_of(right_shift, "shift").double()
     need((factors >= 0).all() and (shift >= 0).all() and (shift <= 63).all(), "its multiplier or its shift is out of range")
@@ -63,6 +47,11 @@ def _bounds_align_fixed(input: Value, multiplier: Value, right_shift: Value, wid
 
 
 _ALIGNMENT: dict[str, Any] = {"kind": "accumulator", "role": Role.ALIGNMENT}
+_ADDITION: dict[str, Any] = {"kind": "accumulator", "role": Role.ADDITION}
+
+
+def _align_fixed_real(input: Tensor, multiplier: Tensor, right_shift: Tensor, wide: bool = False) -> Tensor:
+    return input * (multiplier.double() * power_of_two(-right_shift)).to(_width(wide))
 
 
 @primitive(_onnx_align_fixed, bounds=_bounds_align_fixed, surrogate=_align_fixed_real, steps=_steps_align_fixed, **_ALIGNMENT)
@@ -100,27 +89,24 @@ def _bounds_add(input: Value, other: Value) -> Range:
     return within(input.magnitude + other.magnitude, input.exact)
 
 
-@primitive(one_node("Add"), bounds=_bounds_add, kind="accumulator", role=Role.ADDITION, steps=binary(Op.ADD))
+@primitive(one_node("Add"), bounds=_bounds_add, steps=binary(Op.ADD), **_ADDITION)
 def add(input: Tensor, other: Tensor) -> Tensor:
     """Add two accumulators on one scale."""
     return input + other
 
 
-@primitive(one_node("Sub"), bounds=_bounds_add, kind="accumulator", role=Role.ADDITION, steps=binary(Op.SUBTRACT))
+@primitive(one_node("Sub"), bounds=_bounds_add, steps=binary(Op.SUBTRACT), **_ADDITION)
 def subtract(input: Tensor, other: Tensor) -> Tensor:
     """Subtract `other` from `input`, two accumulators on one scale."""
     return input - other
 
 
-def _onnx_add_constant(e: Emitter, input: str, constant: Tensor) -> str:
-    return e.node("Add", input, e.constant(constant, e.dtype(input)))
-
-
-def _bounds_add_constant(input: Value, constant: Value) -> Range:
-    return within(input.magnitude + constant.magnitude, input.exact)
-
-
-@primitive(_onnx_add_constant, bounds=_bounds_add_constant, kind="accumulator", role=Role.ADDITION, steps=binary(Op.ADD))
+@primitive(
+    lambda e, input, constant: e.node("Add", input, e.constant(constant, e.dtype(input))),
+    bounds=lambda input, constant: within(input.magnitude + constant.magnitude, input.exact),
+    steps=binary(Op.ADD),
+    **_ADDITION,
+)
 def add_constant(input: Tensor, constant: Tensor) -> Tensor:
     """Add an integer constant on an accumulator's scale to it; the result has the accumulator's dtype."""
     return input + constant.to(input.dtype)
@@ -144,22 +130,13 @@ def multiply(input: Tensor, other: Tensor, wide: bool = False) -> Tensor:
     return input.to(torch.int32) * other.to(torch.int32)  # both: a tensor without dimensions would not widen another
 
 
-def _onnx_widen(e: Emitter, input: str) -> str:
-    return e.node("Cast", input, to=torch.float32)
+_SAME_MAGNITUDE: dict[str, Any] = {"bounds": lambda input: within(input.magnitude, input.exact), "kind": "accumulator", "casts": True}
 
 
-def _bounds_same_magnitude(input: Value) -> Range:
-    return within(input.magnitude, input.exact)
-
-
-@primitive(_onnx_widen, bounds=_bounds_same_magnitude, kind="accumulator", role=Role.POINTWISE, casts=True, steps=lambda w, input: input)
+@primitive(one_node("Cast", to=torch.float32), role=Role.POINTWISE, steps=lambda w, input: input, **_SAME_MAGNITUDE)
 def widen(input: Tensor) -> Tensor:
     """Return a quantized tensor as an accumulator, int32."""
     return input if input.is_floating_point() else input.to(torch.int32)
-
-
-def _onnx_centre(e: Emitter, input: str, zero_point: int) -> str:
-    return e.node("Sub", e.node("Cast", input, to=torch.float32), e.constant(float(zero_point)))
 
 
 def _bounds_centre(input: Value, zero_point: int) -> Range:
@@ -167,7 +144,13 @@ def _bounds_centre(input: Value, zero_point: int) -> Range:
     return Range(input.low - zero_point, input.high - zero_point, input.exact)
 
 
-@primitive(_onnx_centre, bounds=_bounds_centre, kind="accumulator", role=Role.POINTWISE, steps=_steps_centre)
+@primitive(
+    lambda e, input, zero_point: e.node("Sub", e.node("Cast", input, to=torch.float32), e.constant(float(zero_point))),
+    bounds=_bounds_centre,
+    kind="accumulator",
+    role=Role.POINTWISE,
+    steps=lambda w, input, zero_point: w.write(Op.SUBTRACT, input, w.operand(zero_point)),
+)
 def centre(input: Tensor, zero_point: int) -> Tensor:
     """Compute q - zero_point: the centred integers of an affine tensor, as an accumulator, int32; 0 stands for the float value 0."""
     return (input if input.is_floating_point() else input.to(torch.int32)) - zero_point
@@ -177,7 +160,7 @@ def _onnx_negate(e: Emitter, input: str) -> str:
     return e.node("Neg", input if e.dtype(input).is_floating_point else e.node("Cast", input, to=torch.float32))
 
 
-@primitive(_onnx_negate, bounds=_bounds_same_magnitude, kind="accumulator", role=Role.ADDITION, casts=True, steps=_steps_negate)
+@primitive(_onnx_negate, role=Role.ADDITION, steps=lambda w, input: w.write(Op.SUBTRACT, w.operand(0), input), **_SAME_MAGNITUDE)
 def negate(input: Tensor) -> Tensor:
     """Negate a quantized tensor or an accumulator; the result is an accumulator, int32."""
     return -input if input.is_floating_point() else -input.to(torch.int32)
@@ -266,7 +249,12 @@ def _bounds_lookup(input: Value, table: Value, first: int | None = None) -> Rang
 
 
 @primitive(
-    _onnx_lookup, bounds=_bounds_lookup, role=Role.POINTWISE, zero_point=ZeroPoint.INVARIANT, shifted=("first",), steps=_steps_lookup
+    _onnx_lookup,
+    bounds=_bounds_lookup,
+    role=Role.POINTWISE,
+    zero_point=ZeroPoint.INVARIANT,
+    shifted=("first",),
+    steps=lambda w, input, table, first=None: w.write(Op.LOOK_UP, input, low=_first(table, first), table=table),
 )
 def lookup(input: Tensor, table: Tensor, first: int | None = None) -> Tensor:
     """Return table[q - first], in the table's dtype, for q in the range that the table covers from `first` on.

@@ -20,15 +20,12 @@ def _real(e: Emitter, value: str) -> str:
     return value if plain else e.node("Cast", value, to=torch.float32)
 
 
-def _onnx_arg_extremum(e: Emitter, input: str, dim: int, keepdim: bool, largest: bool) -> str:
-    return e.node("ArgMax" if largest else "ArgMin", _real(e, input), axis=dim, keepdims=int(keepdim))
-
-
-def _bounds_arg_extremum(input: Value, dim: int, keepdim: bool, largest: bool) -> Range:
-    return Range(0.0, float(max(input.size(dim) - 1, 0)))
-
-
-@primitive(_onnx_arg_extremum, bounds=_bounds_arg_extremum, kind="plain", zero_point=ZeroPoint.INVARIANT)
+@primitive(
+    lambda e, input, dim, keepdim, largest: e.node("ArgMax" if largest else "ArgMin", _real(e, input), axis=dim, keepdims=int(keepdim)),
+    bounds=lambda input, dim, keepdim, largest: Range(0.0, float(max(input.size(dim) - 1, 0))),
+    kind="plain",
+    zero_point=ZeroPoint.INVARIANT,
+)
 def arg_extremum(input: Tensor, dim: int, keepdim: bool, largest: bool) -> Tensor:
     """Return the index of the largest, or the smallest, element along `dim`, as int64: the first of equal ones."""
     return torch.argmax(input, dim, keepdim) if largest else torch.argmin(input, dim, keepdim)
@@ -61,17 +58,16 @@ def _onnx_take_along(e: Emitter, input: str | Tensor, dim: int, index: str | Ten
     return e.node("Cast", elements, to=dtype)
 
 
-@primitive(_onnx_take_along, bounds=lambda input, dim, index: union(input), role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
+_TAKEN: dict[str, Any] = {"bounds": lambda input, dim, index: union(input), "role": Role.MOVEMENT, "zero_point": ZeroPoint.EQUIVARIANT}
+
+
+@primitive(_onnx_take_along, **_TAKEN)
 def take_along(input: Tensor, dim: int, index: Tensor) -> Tensor:
     """Gather the elements at these indices, int64, along `dim`: result[…, i, …] = input[…, index[…, i, …], …]."""
     return torch.gather(input, dim, index)
 
 
-def _onnx_pick(e: Emitter, input: str | Tensor, dim: int, index: str | Tensor) -> str:
-    return e.node("Gather", named(e, input), named(e, index), axis=dim)
-
-
-@primitive(_onnx_pick, bounds=lambda input, dim, index: union(input), role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(lambda e, input, dim, index: e.node("Gather", named(e, input), named(e, index), axis=dim), **_TAKEN)
 def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
     """Return the slices along `dim` at these indices, int64; the dimensions of `index` replace `dim`.
 

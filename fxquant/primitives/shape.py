@@ -30,36 +30,31 @@ def _sizes(e: Emitter, sizes: list[int | str]) -> str:
     return e.node("Concat", *(e.node("Reshape", size, one) if isinstance(size, str) else e.constant([size]) for size in sizes), axis=0)
 
 
-def _onnx_reshape(e: Emitter, input: str | Tensor, shape: list[int | str]) -> str:
-    return e.node("Reshape", named(e, input), _sizes(e, shape))
-
-
 def _bounds_moved(input: Value, *_: Any, **__: Any) -> Range:
     return Range(input.low.min(), input.high.max(), input.exact)
 
 
-@primitive(_onnx_reshape, bounds=_bounds_moved, role=Role.MOVEMENT, view=True, zero_point=ZeroPoint.EQUIVARIANT)
+_MOVEMENT: dict[str, Any] = {"role": Role.MOVEMENT, "zero_point": ZeroPoint.EQUIVARIANT}
+_MOVED = {"bounds": _bounds_moved, **_MOVEMENT}
+
+
+@primitive(lambda e, input, shape: e.node("Reshape", named(e, input), _sizes(e, shape)), view=True, **_MOVED)
 def reshape(input: Tensor, shape: list[int]) -> Tensor:
     """Return the elements in another shape; one size may be -1."""
     return input.reshape(shape)
 
 
-def _onnx_permute(e: Emitter, input: str, dims: list[int]) -> str:
-    return e.node("Transpose", input, perm=list(dims))
-
-
-@primitive(_onnx_permute, bounds=_bounds_moved, role=Role.MOVEMENT, view=True, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(lambda e, input, dims: e.node("Transpose", input, perm=list(dims)), view=True, **_MOVED)
 def permute(input: Tensor, dims: list[int]) -> Tensor:
     """Return the elements with the dimensions in another order."""
     return input.permute(dims)
 
 
-def _onnx_concatenate(e: Emitter, tensors: list[str | Tensor], dim: int) -> str:
-    return e.node("Concat", *(named(e, tensor) for tensor in tensors), axis=dim)
-
-
 @primitive(
-    _onnx_concatenate, bounds=lambda tensors, dim: union(*tensors), role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT, layout="same"
+    lambda e, tensors, dim: e.node("Concat", *(named(e, tensor) for tensor in tensors), axis=dim),
+    bounds=lambda tensors, dim: union(*tensors),
+    layout="same",
+    **_MOVEMENT,
 )
 def concatenate(tensors: list[Tensor], dim: int) -> Tensor:
     """Concatenate the tensors along `dim`."""
@@ -73,7 +68,7 @@ def _onnx_crop(e: Emitter, input: str, dims: list[int], starts: list[int], stops
     return e.node("Slice", input, *(e.constant(list(values), torch.int64) for values in (starts, stops, dims, steps)))
 
 
-@primitive(_onnx_crop, bounds=_bounds_moved, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT, layout="same")
+@primitive(_onnx_crop, layout="same", **_MOVED)
 def crop(input: Tensor, dims: list[int], starts: list[int], stops: list[int], steps: list[int]) -> Tensor:
     """Return every `steps`-th element from `starts` up to, not including, `stops` along each of `dims`.
 
@@ -85,17 +80,15 @@ def crop(input: Tensor, dims: list[int], starts: list[int], stops: list[int], st
     return input[tuple(index)]
 
 
-def _onnx_select(e: Emitter, input: str, dim: int, indices: Tensor) -> str:
-    return e.node("Gather", input, e.constant(indices), axis=dim)
-
-
 def _bounds_select(input: Value, dim: int, indices: Value) -> Range:
     chosen = constant_of(indices, "indices")
     need((chosen >= 0).all() and (chosen < input.size(dim)).all(), "it indexes elements that do not exist")
     return union(input)
 
 
-@primitive(_onnx_select, bounds=_bounds_select, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT, layout="same")
+@primitive(
+    lambda e, input, dim, indices: e.node("Gather", input, e.constant(indices), axis=dim), bounds=_bounds_select, layout="same", **_MOVEMENT
+)
 def select(input: Tensor, dim: int, indices: Tensor) -> Tensor:
     """Return the elements at these indices along `dim`, in this order."""
     return input.index_select(dim, indices)
@@ -107,21 +100,13 @@ def rows(table: Tensor, indices: Tensor) -> Tensor:
     return F.embedding(indices, table)
 
 
-def _onnx_expand(e: Emitter, input: str | Tensor, sizes: list[int | str]) -> str:
-    return e.node("Expand", named(e, input), _sizes(e, [1 if size == -1 else size for size in sizes]))
-
-
-@primitive(_onnx_expand, bounds=_bounds_moved, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(lambda e, input, sizes: e.node("Expand", named(e, input), _sizes(e, [1 if size == -1 else size for size in sizes])), **_MOVED)
 def expand(input: Tensor, sizes: list[int]) -> Tensor:
     """Repeat dimensions of size 1 to these sizes, and add new ones in front; -1 keeps a size."""
     return input.expand(sizes)
 
 
-def _onnx_tile(e: Emitter, input: str | Tensor, repeats: list[int | str]) -> str:
-    return e.node("Tile", named(e, input), _sizes(e, repeats))
-
-
-@primitive(_onnx_tile, bounds=_bounds_moved, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(lambda e, input, repeats: e.node("Tile", named(e, input), _sizes(e, repeats)), **_MOVED)
 def tile(input: Tensor, repeats: list[int]) -> Tensor:
     """Repeat the tensor this many times along each of its dimensions."""
     return input.repeat(repeats)

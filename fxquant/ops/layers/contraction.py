@@ -98,10 +98,6 @@ def _ordered(build: Builder, value: fx.Node, letters: str, order: str) -> Any:
     return value if letters == order else build(permute, value, [letters.index(letter) for letter in order])
 
 
-def _einsum(equation: Any, *operands: Any) -> dict[str, Any] | str:
-    return spelled(equation, *listed(operands)) if isinstance(equation, str) else "its dimensions are given as numbers"
-
-
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     letters, result = _split(arguments["equation"])
     sizes: dict[str, Any] = {}
@@ -112,10 +108,6 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if not are_fixed(size for letter, size in sizes.items() if letter not in result):
         return "it sums over the batch, whose size is not fixed"
     return None if varying_sizes(list(sizes.values())) <= 1 else "two of its sizes depend on the batch"
-
-
-def _dot(input: Any, tensor: Any = None, **named: Any) -> dict[str, Any] | str:
-    return spelled("i,i->", input, named.get("other", tensor))
 
 
 def _inner(input: Any, other: Any) -> dict[str, Any] | str:
@@ -162,10 +154,12 @@ def _vecdot(x: Any, y: Any, *, dim: int = -1) -> dict[str, Any] | str:
     by_name=False,
     traits=frozenset({Trait.MATRIX_PRODUCT}),
     calls={
-        torch.einsum: _einsum,
+        torch.einsum: lambda equation, *operands: (
+            spelled(equation, *listed(operands)) if isinstance(equation, str) else "its dimensions are given as numbers"
+        ),
         **function_and_method(lambda input: spelled("ii->", input), "trace"),
         **function_and_method(lambda input, vec: spelled("ij,j->i", input, vec), "mv"),
-        **function_and_method(_dot, "dot", "vdot"),
+        **function_and_method(lambda input, tensor=None, **named: spelled("i,i->", input, named.get("other", tensor)), "dot", "vdot"),
         **function_and_method(lambda input, vec2: spelled("i,j->ij", input, vec2), "outer", "ger"),
         **function_and_method(_inner, "inner"),
         **dict.fromkeys((torch.chain_matmul, torch.linalg.multi_dot), _chained),
