@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fxquant import primitives
-from fxquant.backends.c.program import C_TYPES, VIEWS, Call, Value, Window, form
+from fxquant.backends.c.program import C_TYPES, FORMS, VIEWS, Call, Value, Window, form
 
 # ---- Strides for reading tensors of different shapes together over common dimensions, with as few dimensions as possible ----
 
@@ -66,27 +66,11 @@ def _in_one_shape(call: Call, *constants: Value) -> list[Value]:
     return [call.constant(tensor) for tensor in torch.broadcast_tensors(*tensors)]  # type: ignore[no-untyped-call]
 
 
-@form(primitives.quantization.quantize)
-def _quantize(call: Call, input: Value, scale: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> None:
-    assert scale.constant is not None
-    call.emit("quantize", [input.dtype, call.dtype], call.count, input, float(scale.constant), low, high, zero_point)
-
-
-@form(primitives.quantization.dequantize)
-def _dequantize(call: Call, input: Value, scale: Value, dtype: torch.dtype = torch.float32, zero_point: int = 0) -> None:
-    call.emit("dequantize", [input.dtype, call.dtype], *_beside(call, scale), input, scale, zero_point)
-
-
 @form(primitives.quantization.requantize_fixed)
 def _requantize_fixed(call: Call, acc: Value, shift: Value, multiplier: Value, right: Value, *settings: Any) -> None:
     bits, rounding, low, high, _ = settings
     constants, numbers = _in_one_shape(call, shift, multiplier, right), (bits, ROUNDINGS[rounding], low, high)
     call.emit("requantize_fixed", [acc.dtype, call.dtype], *_beside(call, constants[0]), acc, *constants, *numbers)
-
-
-@form(primitives.quantization.requantize_real)
-def _requantize_real(call: Call, acc: Value, multiplier: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> None:
-    call.emit("requantize_real", [acc.dtype, call.dtype], *_beside(call, multiplier), acc, multiplier, low, high, zero_point)
 
 
 def _by_constants(name: str, residual: bool = False) -> Any:
@@ -113,27 +97,10 @@ def _clamp_accumulator(call: Call, input: Value, low: Value, high: Value) -> Non
     call.emit("clamp_accumulator", [input.dtype, limits[0].dtype, call.dtype], *_beside(call, limits[0]), input, *limits)
 
 
-@form(primitives.elementwise.lookup)
-def _lookup(call: Call, input: Value, table: Value, first: int | None = None) -> None:
-    call.emit("lookup", [input.dtype, call.dtype], call.count, input, table, -(table.count // 2) if first is None else first)
-
-
-@form(primitives.product.rectify)
-def _rectify(call: Call, input: Value, positive: int, negative: Value, wide: bool = False) -> None:
-    call.emit("rectify", [input.dtype, negative.dtype, call.dtype], *_beside(call, negative), input, positive, negative)
-
-
 @form(primitives.product.scale_channels, primitives.product.scale_channels_wide)
 def _scale_channels(call: Call, input: Value, weight: Value, bias: Value | None, trailing: int) -> None:
     place = _beside(call, Value("", weight.dtype, (weight.count, *[1] * trailing)))
     call.emit("scale_channels", sum_types(call, input, weight, bias), *place, input, weight, bias)
-
-
-@form(primitives.whole.truncated)
-def _truncated(call: Call, input: Value, scale: Value, margin: Value) -> None:
-    assert scale.constant is not None
-    assert margin.constant is not None
-    call.emit("truncated", [input.dtype], call.count, input, float(scale.constant), float(margin.constant))
 
 
 def _each(name: str, numbers: int = 0) -> Any:
@@ -208,11 +175,6 @@ def _compare(call: Call, input: Value, other: Value, relation: str) -> None:
     )
 
 
-@form(primitives.comparison.logic)
-def _logic(call: Call, input: Value, other: Value, operation: str) -> None:
-    pair(call, f"logic_{operation}", "A logical operation on two bool tensors.", LOGIC[operation], input, other)
-
-
 @form(primitives.whole.joined)
 def _joined(call: Call, input: Value, other: Value, operation: str) -> None:
     if operation in WHOLE:
@@ -221,12 +183,6 @@ def _joined(call: Call, input: Value, other: Value, operation: str) -> None:
     words = dict(zip(("DOCUMENT", "EXPRESSION"), DIVISIONS[operation], strict=True))
     place = _beside(call, input, other)
     call.emit(f"joined_{operation}", [input.dtype, other.dtype], *place, input, other, template="DIVISION", replaced=words, fails=True)
-
-
-@form(primitives.comparison.choose, primitives.whole.chosen)
-def _choose(call: Call, input: Value, other: Value, condition: Value) -> None:
-    types = [input.dtype, other.dtype, condition.dtype, call.dtype]
-    call.emit("choose", types, *_beside(call, input, other, condition), input, other, condition)
 
 
 # ---- The C forms of primitives that move elements or index them ------------------------------------------------------
@@ -245,11 +201,6 @@ def _moved(call: Call, input: Value, size: list[int], step: list[int], start: in
 VIEWS.add(primitives.shape.reshape)
 
 
-@form(primitives.shape.reshape)
-def _reshape(call: Call, input: Value, shape: list[int]) -> Value:
-    return Value(input.text, input.dtype, call.shape)
-
-
 @form(primitives.shape.permute)
 def _permute(call: Call, input: Value, dims: list[int]) -> None:
     strides = strides_of(input.shape)
@@ -265,11 +216,6 @@ def _crop(call: Call, input: Value, dims: list[int], starts: list[int], stops: l
         start += slice(first, stop, each).indices(input.shape[dim])[0] * strides[dim]
         moved[dim] = strides[dim] * each
     _moved(call, input, list(call.shape), moved, start if math.prod(call.shape) else 0)
-
-
-@form(primitives.shape.expand)
-def _expand(call: Call, input: Value, sizes: list[int]) -> None:
-    _moved(call, input, list(call.shape), steps(input.shape, call.shape))
 
 
 @form(primitives.shape.tile)
@@ -291,22 +237,12 @@ def _concatenate(call: Call, tensors: list[Value], dim: int) -> None:
         start += length
 
 
-@form(primitives.shape.pad)
-def _pad(call: Call, input: Value, begin: list[int], end: list[int], value: int) -> None:
-    call.emit("pad", [input.dtype], call.count, len(call.shape), list(call.shape), list(begin), list(input.shape), value, input)
-
-
 def _pick(call: Call, input: Value, dim: int, index: Value) -> None:
     outer, terms, inner = around(input.shape, dim)
     call.emit("pick", [input.dtype, index.dtype], outer, terms, inner, index.count, input, index, fails=True)
 
 
 form(primitives.shape.select, primitives.selection.pick)(_pick)
-
-
-@form(primitives.shape.rows)
-def _rows(call: Call, table: Value, indices: Value) -> None:
-    _pick(call, table, 0, indices)
 
 
 def _along(shape: Sequence[int], index: Value, dim: int, *others: Value) -> tuple[Any, ...]:
@@ -321,20 +257,10 @@ def _along(shape: Sequence[int], index: Value, dim: int, *others: Value) -> tupl
     return (index.count, len(sizes), sizes, *moved, shape[dim], strides[dim])
 
 
-@form(primitives.selection.take_along)
-def _take_along(call: Call, input: Value, dim: int, index: Value) -> None:
-    call.emit("take_along", [input.dtype, index.dtype], *_along(input.shape, index, dim), input, index, fails=True)
-
-
 @form(primitives.selection.put_along)
 def _put_along(call: Call, input: Value, source: Value, dim: int, index: Value, number: bool = False) -> None:
     places = _along(input.shape, index, dim, source)
     call.emit("put_along", [input.dtype, source.dtype, index.dtype], call.count, *places, input, source, index, fails=True)
-
-
-@form(primitives.scatter.sum_along)
-def _sum_along(call: Call, source: Value, dim: int, index: Value, size: int, wide: bool) -> None:
-    call.emit("sum_along", [source.dtype, index.dtype, call.dtype], call.count, *_along(call.shape, index, dim), source, index, fails=True)
 
 
 @form(primitives.scatter.extremum_along)
@@ -347,16 +273,6 @@ def _extremum_along(call: Call, input: Value, source: Value, dim: int, index: Va
 def _unpool(call: Call, input: Value, indices: Value, sizes: list[int], outside: int) -> None:
     planes, count = math.prod(input.shape[:2]), math.prod(sizes)
     call.emit("unpool", [input.dtype], planes, math.prod(input.shape[2:]), count, outside, input, indices, fails=True)
-
-
-@form(primitives.selection.arg_extremum)
-def _arg_extremum(call: Call, input: Value, dim: int, keepdim: bool, largest: bool) -> None:
-    call.emit("arg_extremum", [input.dtype], *around(input.shape, dim), largest, input)
-
-
-@form(primitives.selection.ranking)
-def _ranking(call: Call, input: Value, dim: int, count: int, largest: bool) -> None:
-    call.emit("ranking", [input.dtype], *around(input.shape, dim), count, largest, input)
 
 
 @form(primitives.sampling.sample)
@@ -404,12 +320,6 @@ def _transposed_convolution(call: Call, input: Value, weight: Value, bias: Value
     call.emit("transposed_convolution", sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
 
 
-@form(primitives.accumulate.linear, primitives.accumulate.linear_wide)
-def _linear(call: Call, input: Value, weight: Value, bias: Value | None) -> None:
-    columns, terms = weight.shape
-    call.emit("linear", sum_types(call, input, weight, bias), math.prod(input.shape[:-1]), terms, columns, input, weight, bias)
-
-
 @form(primitives.runtime_scales.dynamic_linear)
 def _dynamic_linear(call: Call, input: Value, weight: Value, scale: Value, bias: Value | None) -> None:
     columns, terms = weight.shape
@@ -439,19 +349,6 @@ def _resize_linear(
     weights = [matrix for matrix in (rows, columns) if matrix is not None]
     sizes, numbers = (_planes(input, 2), *input.shape[-2:], *call.shape[-2:]), (bits * len(weights), nearest)
     call.emit("resize_linear", [input.dtype, weights[0].dtype, call.dtype], *sizes, input, rows, columns, *numbers)
-
-
-@form(primitives.pool.max_pool)
-def _max_pool(
-    call: Call, input: Value, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]
-) -> None:
-    window = _window(call, input, kernel, stride, begin, dilation)
-    call.emit("max_pool", [input.dtype, call.dtype], _planes(input, len(kernel)), window, input)
-
-
-@form(primitives.pool.sum_pool)
-def _sum_pool(call: Call, input: Value, kernel: list[int], stride: list[int], begin: list[int], end: list[int], wide: bool = False) -> None:
-    call.emit("sum_pool", [input.dtype, call.dtype], _planes(input, len(kernel)), _window(call, input, kernel, stride, begin), input)
 
 
 @form(primitives.position.pool_indices)
@@ -494,11 +391,66 @@ def _truth(call: Call, input: Value, dim: list[int], keepdim: bool, every: bool)
         _reduce(call, "truth_any", "Whether any element holds.", "total || q", input, dim)
 
 
-@form(primitives.whole.reduced)
-def _reduced(call: Call, input: Value, dim: list[int], keepdim: bool, operation: str) -> None:
-    _reduce(call, f"reduced_{operation}", "A reduction of int64 tensors along dimensions.", REDUCED[operation], input, dim)
+# ---- The C forms that are one call -----------------------------------------------------------------------------------
 
-
-@form(primitives.whole.running)
-def _running(call: Call, input: Value, dim: int) -> None:
-    call.emit("running", [input.dtype], *around(input.shape, dim), input)
+FORMS |= {
+    primitives.quantization.quantize: lambda call, input, scale, low, high, dtype, zero_point=0: call.emit(
+        "quantize", [input.dtype, call.dtype], call.count, input, float(scale.constant), low, high, zero_point
+    ),
+    primitives.pool.max_pool: lambda call, input, kernel, stride, begin, end, dilation: call.emit(
+        "max_pool", [input.dtype, call.dtype], _planes(input, len(kernel)), _window(call, input, kernel, stride, begin, dilation), input
+    ),
+    primitives.whole.truncated: lambda call, input, scale, margin: call.emit(
+        "truncated", [input.dtype], call.count, input, float(scale.constant), float(margin.constant)
+    ),
+    primitives.quantization.dequantize: lambda call, input, scale, dtype=torch.float32, zero_point=0: call.emit(
+        "dequantize", [input.dtype, call.dtype], *_beside(call, scale), input, scale, zero_point
+    ),
+    primitives.quantization.requantize_real: lambda call, acc, multiplier, low, high, dtype, zero_point=0: call.emit(
+        "requantize_real", [acc.dtype, call.dtype], *_beside(call, multiplier), acc, multiplier, low, high, zero_point
+    ),
+    primitives.elementwise.lookup: lambda call, input, table, first=None: call.emit(
+        "lookup", [input.dtype, call.dtype], call.count, input, table, -(table.count // 2) if first is None else first
+    ),
+    primitives.product.rectify: lambda call, input, positive, negative, *_: call.emit(
+        "rectify", [input.dtype, negative.dtype, call.dtype], *_beside(call, negative), input, positive, negative
+    ),
+    primitives.comparison.logic: lambda call, input, other, operation: pair(
+        call, f"logic_{operation}", "A logical operation on two bool tensors.", LOGIC[operation], input, other
+    ),
+    primitives.shape.reshape: lambda call, input, *_: Value(input.text, input.dtype, call.shape),
+    primitives.shape.expand: lambda call, input, *_: _moved(call, input, list(call.shape), steps(input.shape, call.shape)),
+    primitives.shape.pad: lambda call, input, begin, end, value: call.emit(
+        "pad", [input.dtype], call.count, len(call.shape), list(call.shape), list(begin), list(input.shape), value, input
+    ),
+    primitives.shape.rows: lambda call, table, indices: _pick(call, table, 0, indices),
+    primitives.selection.take_along: lambda call, input, dim, index: call.emit(
+        "take_along", [input.dtype, index.dtype], *_along(input.shape, index, dim), input, index, fails=True
+    ),
+    primitives.scatter.sum_along: lambda call, source, dim, index, *_: call.emit(
+        "sum_along", [source.dtype, index.dtype, call.dtype], call.count, *_along(call.shape, index, dim), source, index, fails=True
+    ),
+    primitives.selection.arg_extremum: lambda call, input, dim, keepdim, largest: call.emit(
+        "arg_extremum", [input.dtype], *around(input.shape, dim), largest, input
+    ),
+    primitives.selection.ranking: lambda call, input, dim, count, largest: call.emit(
+        "ranking", [input.dtype], *around(input.shape, dim), count, largest, input
+    ),
+    primitives.pool.sum_pool: lambda call, input, kernel, stride, begin, *_: call.emit(
+        "sum_pool", [input.dtype, call.dtype], _planes(input, len(kernel)), _window(call, input, kernel, stride, begin), input
+    ),
+    primitives.whole.reduced: lambda call, input, dim, keepdim, operation: _reduce(
+        call, f"reduced_{operation}", "A reduction of int64 tensors along dimensions.", REDUCED[operation], input, dim
+    ),
+    primitives.whole.running: lambda call, input, dim: call.emit("running", [input.dtype], *around(input.shape, dim), input),
+}
+form(primitives.accumulate.linear, primitives.accumulate.linear_wide)(
+    lambda call, input, weight, bias: call.emit(
+        "linear", sum_types(call, input, weight, bias), math.prod(input.shape[:-1]), *reversed(weight.shape), input, weight, bias
+    )
+)
+form(primitives.comparison.choose, primitives.whole.chosen)(
+    lambda call, input, other, condition: call.emit(
+        "choose", [input.dtype, other.dtype, condition.dtype, call.dtype], *_beside(call, input, other, condition), input, other, condition
+    )
+)
