@@ -98,7 +98,6 @@ def input_channels(b: Rewriting) -> fx.Node | None:
     attributes = _attributes(b)
     transposed = "output_padding" in attributes
     channels, groups = b.shape[1], attributes["groups"]
-    assert isinstance(channels, int)
     if groups > 1:
         return _groups(b, attributes)
     if channels < b.pieces:
@@ -115,7 +114,6 @@ def output_channels(b: Rewriting) -> fx.Node | None:
     attributes = _attributes(b)
     transposed = "output_padding" in attributes
     channels = b.result[1]
-    assert isinstance(channels, int)
     if attributes["groups"] > 1:
         return _groups(b, attributes)
     weight, bias = b.folded(1 if transposed else 0)
@@ -133,8 +131,6 @@ def _groups(b: Rewriting, attributes: dict[str, Any]) -> fx.Node | None:
     if b.pieces > groups:
         return None
     transposed = "output_padding" in attributes
-    assert isinstance(channels, int)
-    assert isinstance(outputs, int)
     if transposed and b.arguments.get("batch_norm") is not None:
         return None  # a part of the groups cannot be cut from its folded weight
     weight, bias = b.folded(0)
@@ -225,8 +221,6 @@ def features(b: Rewriting) -> fx.Node | None:
     """Split the output features, concatenated on one grid; or the input features, as a sum."""
     weight, bias = b.folded(0)
     outputs, inputs = shape_of(weight)
-    assert isinstance(outputs, int)
-    assert isinstance(inputs, int)
     last = len(b.shape) - 1
     if outputs > b.most:
         parts = []

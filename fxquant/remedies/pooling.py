@@ -92,7 +92,6 @@ def _whole_in_parts(b: Rewriting) -> fx.Node:
     """Return the mean of the whole image as the weighted sum of the means of two halves."""
     dim = 2 if b.shape[2] > b.shape[3] else 3  # type: ignore[operator]
     size = b.shape[dim]
-    assert isinstance(size, int)
     halves = even(size, 2)
     parts = [b(mul, b(adaptive_avg_pool2d, b.cut(b.input, dim, *half), 1), (half[1] - half[0]) / size) for half in halves]
     return b(add, *parts, clamp=b.clamp)
@@ -187,6 +186,5 @@ def largest_in_steps(b: Rewriting) -> fx.Node | None:
     if len(dims) != 1:
         return None
     size = b.shape[dims[0]]
-    assert isinstance(size, int)
     parts = [b(amax, b.cut(b.input, dims[0], start, stop), dims, True) for start, stop in even(size, b.pieces)]
     return b(amax, b.joined(parts, dims[0]), dims, b.arguments["keepdim"])

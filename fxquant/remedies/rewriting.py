@@ -13,7 +13,6 @@ from fxquant.analysis.explain import Breach
 from fxquant.ir.graph import (
     Annotation,
     Part,
-    Size,
     TensorFact,
     annotate,
     annotation,
@@ -63,6 +62,9 @@ class Rewriting(Builder):
     arguments  its canonical arguments, by name
     limit      the limit it breaks; `value` is the largest number that breaks it, if these are numbers
     because    the broken limit, in words
+    clamp      the limits that are fused into the operator; None if there are none
+    shape      the shape of the operand, `input`
+    result     the shape of the result
     adapts     whether the option `adapt` is on: without it, only replacements with nearly the same accuracy are allowed
     """
 
@@ -73,6 +75,8 @@ class Rewriting(Builder):
         self.target, self.adapts = target, adapts
         self.gm, self.operator, self.limit, self.because = gm, operator, breach.limit, breach.sentence
         self.arguments = operator.arguments(node)
+        self.clamp: Any = self.arguments.get("clamp")
+        self.result: tuple[Any, ...] = shape_of(node)
         self.values = list(breach.values)
         self.notes: list[str] = []
         spec = annotation(node)
@@ -88,19 +92,8 @@ class Rewriting(Builder):
         return operand
 
     @property
-    def clamp(self) -> Any:
-        """Return the limits that are fused into the operator; None if there are none."""
-        return self.arguments.get("clamp")
-
-    @property
-    def shape(self) -> tuple[Size, ...]:
-        """Return the operand's shape."""
+    def shape(self) -> tuple[Any, ...]:
         return shape_of(self.input)
-
-    @property
-    def result(self) -> tuple[Size, ...]:
-        """Return the result's shape."""
-        return shape_of(self.node)
 
     @property
     def most(self) -> int:
