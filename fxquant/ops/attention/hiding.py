@@ -269,4 +269,4 @@ def _everywhere(value: Any) -> float | None:
     return float(number) if name in ("full_like", "new_full", "full") and isinstance(number, int | float) else None
 
 
-register(Operator("finely", finely, ("input",), lambda lowering, input: input, Same(), dtypes={"input": "int16"}))
+register("finely", finely, ("input",), lambda lowering, input: input, Same(), dtypes={"input": "int16"})

@@ -18,7 +18,7 @@ from fxquant.ir.graph import BatchDim, TensorFact, is_parameter, parameter_value
 from fxquant.ops.attention.hiding import HIDDEN, only_views
 from fxquant.ops.core.operators import NORMED, WIDE, Builder, Fixed, Trait, composite, fact, sample, sampled, taking, written
 from fxquant.ops.core.places import constant_value
-from fxquant.ops.core.record import OPERATORS, Operator, Same, calls, has_weights, operator_of, register
+from fxquant.ops.core.record import OPERATORS, Same, calls, has_weights, operator_of, register
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.comparison import any as any_of
@@ -208,7 +208,7 @@ def _at(node: fx.Node, batch: int, values: dict[fx.Node, Any]) -> Any:
 
 
 HOST = tuple(
-    register(Operator(name, function, ("mask",), refuses=lambda node, arguments: "an attention mask is computed in float, not in integers"))
+    register(name, function, ("mask",), refuses=lambda node, arguments: "an attention mask is computed in float, not in integers")
     for name, function in (("kept", kept), ("added", added))
 )
 
@@ -219,15 +219,13 @@ def exponential(input: Tensor, factor: float = 1.0) -> Tensor:
 
 
 register(
-    Operator(
-        "exponential",
-        exponential,
-        ("input",),
-        lambda lowering, input, factor: by_table(lowering, input, "exp", factor),
-        keeps=lambda arguments, after, bits: (SMALLEST / arguments["factor"], math.inf),
-        samples=written("torch.softmax(x.masked_fill({B(torch.eye(6).bool())}, -math.inf), -1)", within=NORMED),
-        onnx=lambda c: c.do("Exp", c.input if c["factor"] == 1 else c.do("Mul", c.input, c.number(c["factor"]))),
-    )
+    "exponential",
+    exponential,
+    ("input",),
+    lambda lowering, input, factor: by_table(lowering, input, "exp", factor),
+    keeps=lambda arguments, after, bits: (SMALLEST / arguments["factor"], math.inf),
+    samples=written("torch.softmax(x.masked_fill({B(torch.eye(6).bool())}, -math.inf), -1)", within=NORMED),
+    onnx=lambda c: c.do("Exp", c.input if c["factor"] == 1 else c.do("Mul", c.input, c.number(c["factor"]))),
 )
 
 

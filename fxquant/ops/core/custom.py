@@ -97,7 +97,7 @@ def operator(
     _give_name(called, name)
     called.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     meaning = {"expand": expand} if lower is None else {"lower": lower}
-    register(Operator(name, called, tuple(operands), **meaning, **fields))
+    register(name, called, tuple(operands), **meaning, **fields)
     return called
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from fxquant.ir.graph import TensorFact, fact, is_parameter
 from fxquant.lowering.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics.rounding import clamped
-from fxquant.ops.core.record import Adapt, Instead, Operator, Parameter, register
+from fxquant.ops.core.record import Adapt, Instead, Parameter, register
 from fxquant.primitives import shape
 
 Guard = Callable[[fx.Node, dict[str, Any]], str | None]
@@ -93,16 +93,14 @@ def declare(
     call_forms = [form for form in call_forms if form not in (calls or {})]
     every = {**dict.fromkeys(call_forms, taking(takes, canonical) if takes else adapt), **(calls or {})}
     register(
-        Operator(
-            name,
-            own,
-            tuple(activations),
-            calls={form: how for form, how in every.items() if form is not own},
-            modules={**{kind: settings_of((p for p in canonical if p not in activations), lists) for kind in classes}, **(modules or {})},
-            refuses=_where_known(activations, first_reason(*([refuses] if callable(refuses) else refuses))),
-            parameters=canonical,
-            **fields,
-        )
+        name,
+        own,
+        tuple(activations),
+        calls={form: how for form, how in every.items() if form is not own},
+        modules={**{kind: settings_of((p for p in canonical if p not in activations), lists) for kind in classes}, **(modules or {})},
+        refuses=_where_known(activations, first_reason(*([refuses] if callable(refuses) else refuses))),
+        parameters=canonical,
+        **fields,
     )
     return own
 

@@ -155,8 +155,7 @@ class Call:
     @property
     def operand_shape(self) -> tuple[Size, ...]:
         """The shape of the first primitive's operand."""
-        node = self.primitives[0].args[0]
-        assert isinstance(node, fx.Node)
+        node = self.primitives[0].all_input_nodes[0]
         sizes: tuple[Size, ...] = fact(node).shape
         return sizes
 

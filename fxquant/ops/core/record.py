@@ -283,14 +283,10 @@ class Operator:
         others = {name: value for name, value in arguments.items() if name not in self.operands}
         if (self.element is None and Trait.ELEMENTWISE not in self.traits) or any(isinstance(value, fx.Node) for value in others.values()):
             return None
-        function = partial(self._on_elements, **others)
+        function = partial(self.element or self.function, **others)
         near = 2.0 ** -torch.arange(0, 12, dtype=torch.float32, device="cpu")
         slopes = _slopes(function, torch.cat([-near, near]))
         return None if has_poles(function) or bool((slopes.abs() > STEEPEST).any()) else function
-
-    def _on_elements(self, input: Tensor, **others: Any) -> Tensor:
-        result: Tensor = (self.element or self.function)(input, **others)
-        return result
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -335,8 +331,9 @@ METHODS: dict[str, tuple[Operator, Adapt | None]] = {}
 MODULES: dict[type, tuple[Operator, Callable[[Any], dict[str, Any] | str | Instead]]] = {}
 
 
-def register(operator: Operator) -> Operator:
-    """Add an operator to the table. Raise ValueError if one of its call forms is taken."""
+def register(*record: Any, **fields: Any) -> Operator:
+    """Add an operator with this record to the table. Raise ValueError if one of its call forms is taken."""
+    operator = Operator(*record, **fields)
     if operator.parameters:
         _SIGNATURES[operator.function] = dict(operator.parameters)
     else:

@@ -65,14 +65,12 @@ def written(
     return tuple(Sample(shapes or {"x": IMAGES[2]}, over, within, share, text) for text in texts)
 
 
-def sampled(
-    *texts: str, over: Interval | None = None, within: float | None = None, share: float = 0.0, **shapes: tuple[int, ...]
-) -> Callable[[Meaning], Meaning]:
+def sampled(*texts: str, **settings: Any) -> Callable[[Meaning], Meaning]:
     """Return a decorator that adds samples, see `written`, to an operator's declaration, before the samples it already has."""
 
     def decorate(meaning: Meaning) -> Meaning:
         further = getattr(meaning, "samples", ())
-        vars(meaning)["samples"] = (*written(*texts, over=over, within=within, share=share, **shapes), *further)
+        vars(meaning)["samples"] = (*written(*texts, **settings), *further)
         return meaning
 
     return decorate

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.numerics.grids import Interval, Ratio
+from fxquant.ops.core.declare import module_of
 from fxquant.ops.core.operators import Call, Instead, Lowering, Own, Quantized, Same, Trait, clamped, lowered, spelled
 from fxquant.ops.core.samples import EXACT, IMAGES, LIMITED, sampled
 from fxquant.ops.elementwise.table import UNARY, by_table
@@ -121,18 +122,9 @@ def clamp(lowering: Lowering, input: Quantized, min: float | None = None, max: f
 UNARY["limited"] = clamp, _limited_number  # no operator has this name: on some targets a clamp that is not fused is a table
 
 
-DROPOUTS: dict[type, str] = {
-    nn.Dropout: "dropout",
-    nn.Dropout1d: "dropout1d",
-    nn.Dropout2d: "dropout2d",
-    nn.Dropout3d: "dropout3d",
-    nn.AlphaDropout: "alpha_dropout",
-    nn.FeatureAlphaDropout: "feature_alpha_dropout",
-}
-
-
 OF_MODULE = "module"  # the kind of a module of the user's
 SCALING = ("dropout", "dropout1d", "dropout2d", "dropout3d")  # the kinds that multiply by a number that is not negative
+DROPOUTS: dict[type, str] = {kind: name for name in (*SCALING, "alpha_dropout", "feature_alpha_dropout") for kind in module_of(name)}
 
 
 def _drops(kind: str) -> Callable[..., dict[str, Any]]:

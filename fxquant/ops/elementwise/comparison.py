@@ -91,12 +91,8 @@ def _compares(name: str, *long: str) -> None:
     )(_lower_comparison(name))
 
 
-_compares("eq")
-_compares("ne", "not_equal")
-_compares("lt", "less")
-_compares("le", "less_equal")
-_compares("gt", "greater")
-_compares("ge", "greater_equal")
+for _words in ("eq", "ne not_equal", "lt less", "le less_equal", "gt greater", "ge greater_equal"):
+    _compares(*_words.split())
 
 
 @lowered(function=torch.signbit, demand=Plain("bool"), dtypes={"input": "int16"})  # on 8 bits, what is negative and small is 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxquant.numerics.grids import Interval
 from fxquant.ops.core.operators import Call, Lowering, Plain, Quantized
-from fxquant.ops.core.record import BY_NAME, Operator, Trait, register
+from fxquant.ops.core.record import BY_NAME, Trait, register
 from fxquant.ops.core.samples import LIMITED, written
 from fxquant.ops.elementwise.functions import by_torch
 from fxquant.ops.elementwise.table import FARTHEST, MAPPING, ON_TENSORS, SINGULAR, UNARY, by_table, hashable, is_pointwise
@@ -115,15 +115,13 @@ UNARY["curve"] = curve, by_torch(curve)
 SINGULAR.add("curve")  # some have poles, or slopes without a bound
 ON_TENSORS.add("curve")
 register(
-    Operator(
-        "curve",
-        curve,
-        ("input",),
-        _lower,
-        element=curve,
-        keeps=lambda arguments, after, bits: None if bits is None else _keeps(hashable(arguments["steps"]), bits),
-        onnx=_onnx,
-        traits=frozenset({Trait.ELEMENTWISE}),
-        samples=written("torch.where(x > 0, x.sqrt(), x)", within=LIMITED),
-    )
+    "curve",
+    curve,
+    ("input",),
+    _lower,
+    element=curve,
+    keeps=lambda arguments, after, bits: None if bits is None else _keeps(hashable(arguments["steps"]), bits),
+    onnx=_onnx,
+    traits=frozenset({Trait.ELEMENTWISE}),
+    samples=written("torch.where(x > 0, x.sqrt(), x)", within=LIMITED),
 )

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from fxquant.ops.core.casting import to_real
 from fxquant.ops.core.declare import composite, dtype_of, needs, numbers
-from fxquant.ops.core.operators import INNER, WIDE, Builder, Operator, Plain, Trait, is_parameter, register
+from fxquant.ops.core.operators import INNER, WIDE, Builder, Plain, Trait, is_parameter, register
 from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.samples import COMPOSED, JUMPS, NORMED, POSITIVE, sampled, written
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
@@ -72,17 +72,15 @@ def _expand_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
 
 
 register(
-    Operator(
-        "power",
-        power,
-        ("input", "exponent"),
-        expand=_expand_power,
-        refuses=needs(
-            "its base, a constant, is not positive",
-            lambda arguments: (base := constant_value(arguments["input"])) is None or bool((base > 0).all()),
-        ),
-        samples=(*written("y**x", over=POSITIVE, within=JUMPS), *written("x ** torch.tensor([1.0, 2, 3, 2, 1, 2])", within=NORMED)),
-    )
+    "power",
+    power,
+    ("input", "exponent"),
+    expand=_expand_power,
+    refuses=needs(
+        "its base, a constant, is not positive",
+        lambda arguments: (base := constant_value(arguments["input"])) is None or bool((base > 0).all()),
+    ),
+    samples=(*written("y**x", over=POSITIVE, within=JUMPS), *written("x ** torch.tensor([1.0, 2, 3, 2, 1, 2])", within=NORMED)),
 )
 
 
@@ -100,17 +98,9 @@ def _rounded(
     function: Callable[..., Tensor], expand: Callable[..., Any], rounding: Callable[..., Tensor], *texts: str, **fields: Any
 ) -> None:
     """Register a rounded quotient or a remainder by a tensor; the one by a number is a table of `functions`."""
-    register(
-        Operator(
-            function.__name__,
-            function,
-            ("input", "other"),
-            expand=lambda build, input, other: expand(build, input, other, rounding),
-            traits=frozenset({Trait.DIVIDES}),
-            samples=written(*texts, over=POSITIVE, within=COMPOSED, share=0.05),
-            **fields,
-        )
-    )
+    fields |= {"traits": frozenset({Trait.DIVIDES}), "samples": written(*texts, over=POSITIVE, within=COMPOSED, share=0.05)}
+    fields["expand"] = lambda build, input, other: expand(build, input, other, rounding)
+    register(function.__name__, function, ("input", "other"), **fields)
 
 
 _rounded(floor_quotient, _rounded_quotient, torch.floor, "x // y", "2 // y", "y.__rfloordiv__(2.0)", integers=alike("floor_divide"))

@@ -188,25 +188,23 @@ def unary(
 
     every = {**dict.fromkeys((function, *call_forms), arguments), **others}
     return register(
-        Operator(
-            name,
-            function,
-            ("input",),
-            lower,
-            demand,
-            calls={form: how for form, how in every.items() if callable(form) or hasattr(Tensor, form)},
-            modules={kind: settings_of(settings) for kind in module_of(name)} if module is None else dict([module]),
-            keeps=keeps if saturates else None if varies == EVERYTHING else lambda arguments, after, bits: varies,
-            refuses=refuses,
-            integers=integers,
-            parameters={"input": inspect.Parameter.empty, **settings},
-            onnx=(lambda c: c.do(onnx, c.input)) if isinstance(onnx, str) else onnx,
-            traits=traits | {Trait.ELEMENTWISE},
-            samples=(
-                *(samples or (sample(over, input=(3, 6, 6), **values) for values in ([tried, {}] if tried else [{}]))),
-                *getattr(function, "samples", ()),
-            ),
-        )
+        name,
+        function,
+        ("input",),
+        lower,
+        demand,
+        calls={form: how for form, how in every.items() if callable(form) or hasattr(Tensor, form)},
+        modules={kind: settings_of(settings) for kind in module_of(name)} if module is None else dict([module]),
+        keeps=keeps if saturates else None if varies == EVERYTHING else lambda arguments, after, bits: varies,
+        refuses=refuses,
+        integers=integers,
+        parameters={"input": inspect.Parameter.empty, **settings},
+        onnx=(lambda c: c.do(onnx, c.input)) if isinstance(onnx, str) else onnx,
+        traits=traits | {Trait.ELEMENTWISE},
+        samples=(
+            *(samples or (sample(over, input=(3, 6, 6), **values) for values in ([tried, {}] if tried else [{}]))),
+            *getattr(function, "samples", ()),
+        ),
     )
 
 
@@ -299,16 +297,14 @@ def _onnx_shifted(c: Call) -> str:
 
 
 SHIFTED = register(
-    Operator(
-        "shifted",
-        shifted,
-        ("input",),
-        # By one table on the operand's own grid: a number far below a step of the sum, the ε under a square root, is not lost.
-        lambda lowering, input, function, factor, offset, settings: by_table(lowering, input, function, factor, offset, **settings),
-        onnx=_onnx_shifted,
-        traits=frozenset({Trait.ELEMENTWISE, Trait.POINTWISE}),
-        samples=written("torch.rsqrt(x + 1e-6)", "torch.sigmoid(torch.sub(0.5, x, alpha=2.0))", over=POSITIVE, within=LIMITED),
-    )
+    "shifted",
+    shifted,
+    ("input",),
+    # By one table on the operand's own grid: a number far below a step of the sum, the ε under a square root, is not lost.
+    lambda lowering, input, function, factor, offset, settings: by_table(lowering, input, function, factor, offset, **settings),
+    onnx=_onnx_shifted,
+    traits=frozenset({Trait.ELEMENTWISE, Trait.POINTWISE}),
+    samples=written("torch.rsqrt(x + 1e-6)", "torch.sigmoid(torch.sub(0.5, x, alpha=2.0))", over=POSITIVE, within=LIMITED),
 )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ops.core.declare import Guard, first_reason, fixed, meets, needs
-from fxquant.ops.core.operators import Lowering, Operator, Plain, TensorFact, fact, is_parameter, register, written
+from fxquant.ops.core.operators import Lowering, Plain, TensorFact, fact, is_parameter, register, written
 from fxquant.ops.core.record import OnIntegers
 from fxquant.primitives import comparison, selection, shape
 from fxquant.primitives import whole as primitives
@@ -81,7 +81,7 @@ def _whole(
 
     function.__name__ = function.__qualname__ = f"whole_{name}"
     fields: dict[str, Any] = {"reads": reads, "refuses": refuses or _needs_numbers(*reads), "samples": written(*samples)}
-    register(Operator(function.__name__, function, (), lower, demand, **fields, **forms))
+    register(function.__name__, function, (), lower, demand, **fields, **forms)
     return function
 
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from fxquant.ir.graph import shape_of
 from fxquant.ops.core.declare import Guard, are_fixed, composite, first_reason, function_and_method, has_dimensions, lowered
-from fxquant.ops.core.operators import EXACT, Builder, Lowering, Operator, Plain, Quantized, Same, register, sampled, written
+from fxquant.ops.core.operators import EXACT, Builder, Lowering, Plain, Quantized, Same, register, sampled, written
 from fxquant.ops.elementwise.whole import alike
 from fxquant.ops.indexing.index import refuses_index
 from fxquant.ops.reduction.extremum import amax, amin, largest_along, smallest_along
@@ -94,16 +94,8 @@ def _extreme(name: str, function: Any, extremum: Any, place: Any) -> None:
     def expand(build: Builder, input: fx.Node, dim: int, keepdim: bool) -> Any:
         return build(extremum, input, [dim], keepdim), build(place, input, dim, keepdim)
 
-    register(
-        Operator(
-            name,
-            function,
-            ("input",),
-            expand=expand,
-            refuses=first_reason(*_LOOKS),
-            samples=written(f"{name[:3]}(x, 1)[0]", f"{name[:3]}(x, -1, keepdim=True)[1]", within=EXACT),
-        )
-    )
+    samples = written(f"{name[:3]}(x, 1)[0]", f"{name[:3]}(x, -1, keepdim=True)[1]", within=EXACT)
+    register(name, function, ("input",), expand=expand, refuses=first_reason(*_LOOKS), samples=samples)
 
 
 _extreme("max_along", largest_along, amax, argmax)

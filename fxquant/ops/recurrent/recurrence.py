@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from fxquant.ir.graph import TensorFact, fact, is_parameter, parameter_value
 from fxquant.ops.core.composite import requantize
-from fxquant.ops.core.operators import INNER, Builder, Fixed, Instead, Operator, Own, Same, Trait, known_size, register, settings_of
+from fxquant.ops.core.operators import INNER, Builder, Fixed, Instead, Own, Same, Trait, known_size, register, settings_of
 from fxquant.ops.core.record import Adapt, Demand, Parameter, traits_of
 from fxquant.ops.core.samples import RECURRENT, written
 from fxquant.ops.elementwise.activation import clamp, dropout
@@ -450,7 +450,7 @@ def _declare(
 ) -> None:  # fmt: skip
     settings: dict[str, Any] = {"modules": modules, "calls": functions, "normalize": _plain, "refuses": _refuses, "recurs": True}
     settings["samples"] = written(*texts, within=RECURRENT, **shapes)
-    register(Operator(function.__name__, function, ("input", "hx"), expand=expand, **settings))
+    register(function.__name__, function, ("input", "hx"), expand=expand, **settings)
 
 
 def _expand_lstm(build: Builder, input: fx.Node, hx: Any, nested: bool, **settings: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import Grid
 from fxquant.ops.core.declare import NO_DIMENSIONS, Branch, are_fixed, nodes, on_the_output, real, refuse_nan
-from fxquant.ops.core.operators import NORMED, Builder, Call, Instead, Operator, Ratio, Same, Trait, fact, lowered, register
+from fxquant.ops.core.operators import NORMED, Builder, Call, Instead, Ratio, Same, Trait, fact, lowered, register
 from fxquant.ops.core.record import Adapt
 from fxquant.ops.core.samples import sample, written
 from fxquant.ops.elementwise.activation import clamp, clamp_between
@@ -159,13 +159,5 @@ def _expand_clamp_between(build: Builder, input: fx.Node, min: Any, max: Any) ->
     return input
 
 
-register(
-    Operator(
-        "clamp_between",
-        clamp_between,
-        ("input", "min", "max"),
-        expand=_expand_clamp_between,
-        integers=alike("clamp"),
-        samples=written("clamp(x, y - 1, y)", within=NORMED),
-    )
-)
+_LIMITS: dict[str, Any] = {"integers": alike("clamp"), "samples": written("clamp(x, y - 1, y)", within=NORMED)}
+register("clamp_between", clamp_between, ("input", "min", "max"), expand=_expand_clamp_between, **_LIMITS)
