@@ -35,8 +35,7 @@ class Clamp(Fusion):
     def match(self, node: fx.Node) -> list[fx.Node] | None:
         if not calls(node, clamp) or _has_computed_limits(node):
             return None
-        operand = node.args[0]
-        assert isinstance(operand, fx.Node)
+        operand = node.all_input_nodes[0]
         # The positive factor of a dropout does not move a limit of 0.
         scales = calls(operand, dropout) and operand.args[2] in SCALING and len(operand.users) == 1
         if scales and node.args[1:3] in ((0, None), (0, math.inf)) and isinstance(operand.args[0], fx.Node):

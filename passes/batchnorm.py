@@ -22,10 +22,9 @@ from fxquant.pipeline import Context
 
 def fold(gm: fx.GraphModule, context: Context) -> int:
     """Fold every batch norm into the layer before it, where the layer can absorb it."""
-    fusion = BatchNorm(gm, context)
-    changes = fusion.run()
+    changes = BatchNorm(gm, context).run()
     if context.options.batch_norm == "folded":
-        _evaluate(gm, fusion.layers)
+        _evaluate(gm, [node for node in gm.graph.nodes if node.kwargs.get("batch_norm") is not None])
     return changes
 
 
@@ -42,10 +41,6 @@ class BatchNorm(Fusion):
         return %conv
     """
     verb = "folded"
-
-    def __init__(self, gm: fx.GraphModule, context: Context) -> None:
-        super().__init__(gm, context)
-        self.layers: list[fx.Node] = []
 
     def match(self, node: fx.Node) -> list[fx.Node] | None:
         return [node.args[0]] if calls(node, batch_norm) and isinstance(node.args[0], fx.Node) else None
@@ -72,7 +67,6 @@ class BatchNorm(Fusion):
         if not isinstance(statistics, fx.Node):  # a function's, whose tensors do not say where it was called
             set_batch_norm_path(layer, module_path(node))
         absorb(layer, node)
-        self.layers.append(layer)
         return layer
 
 

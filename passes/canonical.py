@@ -617,8 +617,7 @@ def give_batch(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     place = _missing(node, modules)
     if place is None:
         return False
-    operand, node_fact = node.args[0], fact(node)
-    assert isinstance(operand, fx.Node)
+    operand, node_fact = node.all_input_nodes[0], fact(node)
     operand_fact = fact(operand)
     before = TensorFact((*operand_fact.shape[:place], 1, *operand_fact.shape[place:]), operand_fact.dtype)
     with node.graph.inserting_before(node):

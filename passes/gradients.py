@@ -110,8 +110,7 @@ def _reads_detached_alone(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 def _remove_stop(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
     """Let readers of a stop read its operand, where the operand or the reader is detached itself."""
-    operand = node.args[0]
-    assert isinstance(operand, fx.Node)
+    operand = node.all_input_nodes[0]
     for user in list(node.users):
         if is_detached(operand) or is_detached(user):
             user.replace_input_with(node, operand)

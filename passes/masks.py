@@ -61,8 +61,7 @@ class Search:
     def run(self) -> str | None:
         """Make the softmax read its scores without masks, and the boolean masks; return a text about them, or None without masks."""
         node = self.softmax
-        scores = node.args[0]
-        assert isinstance(scores, fx.Node)
+        scores = node.all_input_nodes[0]
         clean = self._without(scores)
         if clean is None or not self.keeps:
             self.build.discard()

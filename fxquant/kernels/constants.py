@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -30,18 +30,11 @@ class Span(NamedTuple):
     size: int
 
 
-class Watch(Protocol):
-    """Detects changes of memory since the object was constructed."""
-
-    def changed(self, everything: bool) -> bool:
-        """Return whether a change was found in the spans for every call and in the next ones by turns, or, if `everything`, in all."""
-
-
-WATCHES = Offers[Callable[[Sequence[Span], Sequence[Span]], Watch | None]]()  # of which one makes a watch, or none
+WATCHES = Offers[Callable[[Sequence[Span], Sequence[Span]], Any]]()  # of which one makes a watch with the methods of `Checksums`, or none
 
 
 class Checksums:
-    """A `Watch` in Python: slower for each byte, so it compares fewer samples."""
+    """A watch of memory for changes since it was made, in Python: slower for each byte than one in C, so it compares fewer samples."""
 
     def __init__(self, always: Sequence[Span], by_turns: Sequence[Span]) -> None:
         spans = [by_turns] if by_turns else [[span] for span in always]  # samples of a large model are part of what comes by turns
@@ -49,6 +42,7 @@ class Checksums:
         self.next, self.turns = 0, bool(by_turns)
 
     def changed(self, everything: bool) -> bool:
+        """Return whether a change was found in the spans for every call and in the next ones by turns, or, if `everything`, in all."""
         chosen = self.parts
         if self.turns and not everything:
             chosen, self.next = [self.parts[self.next]], (self.next + 1) % len(self.parts)
@@ -70,7 +64,7 @@ class Constants:
 
     def __init__(self, model: fx.GraphModule) -> None:
         self.found: list[_Found] = []
-        self.watch: Watch | None = None
+        self.watch: Any = None
         self.turn = -1
         for path in dict.fromkeys(str(node.target) for node in model.graph.find_nodes(op="get_attr")):
             *parents, name = path.split(".")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -263,11 +264,14 @@ def _onnx_linear(e: Emitter, input: str, weight: Tensor, bias: Tensor | None) ->
     return product if bias is None else e.node("Add", product, e.node("Cast", e.constant(bias), to=torch.float32))
 
 
-def _bounds_linear(input: Value, weight: Value, bias: Value | None) -> Range:
-    return sum_of_products(input, constant_of(weight, "weight"), bias, 0, FLOAT32_EXACT)
+def _bounds_linear(exact: int, input: Value, weight: Value, bias: Value | None) -> Range:
+    return sum_of_products(input, constant_of(weight, "weight"), bias, 0, exact)
 
 
-@primitive(_onnx_linear, bounds=_bounds_linear, kind="accumulator", role=Role.LINEAR, casts=True)
+_LINEAR: dict[str, Any] = {"kind": "accumulator", "role": Role.LINEAR, "casts": True}
+
+
+@primitive(_onnx_linear, bounds=partial(_bounds_linear, FLOAT32_EXACT), **_LINEAR)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x · wᵀ + bias over the last dimension, as int32; |result| < 2^24 for every input of its dtype."""
     return stored(_linear_real(input.float(), weight.float(), bias), input, torch.int32)
@@ -293,13 +297,7 @@ def _onnx_linear_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | Non
     return product if bias is None else e.node("Add", product, e.node("Cast", e.constant(bias), to=torch.float64))
 
 
-def _bounds_linear_wide(input: Value, weight: Value, bias: Value | None) -> Range:
-    return sum_of_products(input, constant_of(weight, "weight"), bias, 0, FLOAT64_EXACT)
-
-
-@primitive(
-    _onnx_linear_wide, bounds=_bounds_linear_wide, surrogate=_linear_real, kind="accumulator", role=Role.LINEAR, wide=True, casts=True
-)
+@primitive(_onnx_linear_wide, bounds=partial(_bounds_linear, FLOAT64_EXACT), surrogate=_linear_real, wide=True, **_LINEAR)
 def linear_wide(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `linear` where the sum can reach 2^24, in float64; the result is int32, or int64 for int16 weights."""
     total = F.linear(input.double(), weight.double(), None if bias is None else bias.double())  # autocast leaves float64 alone

@@ -80,7 +80,7 @@ def _tiles(b: Rewriting, largest: int) -> fx.Node | None:
         for dim, ((start, stop), taps) in enumerate(zip(tile, kernel, strict=True), 2):
             step, spread_by = attributes["stride"][dim - 2], attributes["dilation"][dim - 2]
             begin = start * spread_by
-            extent = (outputs[dim - 2] - 1) * step + (stop - start - 1) * spread_by + 1  # type: ignore[operator]
+            extent = (outputs[dim - 2] - 1) * step + (stop - start - 1) * spread_by + 1
             operand = b.cut(operand, dim, begin, begin + extent)
             if (start, stop) != (0, taps):
                 part = b.narrow(part, dim, start, stop)
@@ -193,8 +193,7 @@ def _before_flatten(operand: fx.Node) -> fx.Node | None:
     operator = operator_of(operand)
     if operator is None or operator.function is not reshape or len(shape_of(operand)) != 2:
         return None
-    image = operand.args[0]
-    assert isinstance(image, fx.Node)
+    image = operand.all_input_nodes[0]
     image_shape = shape_of(image)
     plain = len(image_shape) == 4 and image_shape[0] == shape_of(operand)[0] and all(isinstance(size, int) for size in image_shape[1:])
     return image if plain else None
@@ -221,6 +220,8 @@ def features(b: Rewriting) -> fx.Node | None:
     """Split the output features, concatenated on one grid; or the input features, as a sum."""
     weight, bias = b.folded(0)
     outputs, inputs = shape_of(weight)
+    assert isinstance(outputs, int)
+    assert isinstance(inputs, int)
     last = len(b.shape) - 1
     if outputs > b.most:
         parts = []

@@ -36,9 +36,9 @@ def _whole_window(b: Rewriting) -> tuple[list[int], list[int], list[int]] | None
     if not all(isinstance(size, int) for size in (*spatial, *results)):
         return None
     if "kernel_size" not in b.arguments:
-        if any(size % out for size, out in zip(spatial, results, strict=True)):  # type: ignore[operator]
+        if any(size % out for size, out in zip(spatial, results, strict=True)):
             return None  # windows of different sizes
-        kernel = [size // out for size, out in zip(spatial, results, strict=True)]  # type: ignore[operator]
+        kernel = [size // out for size, out in zip(spatial, results, strict=True)]
         return kernel, kernel, [0, 0]
     if b.arguments["divisor_override"] is not None:
         return None
@@ -90,7 +90,7 @@ def average_in_steps(b: Rewriting) -> fx.Node | None:
 
 def _whole_in_parts(b: Rewriting) -> fx.Node:
     """Return the mean of the whole image as the weighted sum of the means of two halves."""
-    dim = 2 if b.shape[2] > b.shape[3] else 3  # type: ignore[operator]
+    dim = 2 if b.shape[2] > b.shape[3] else 3
     size = b.shape[dim]
     halves = even(size, 2)
     parts = [b(mul, b(adaptive_avg_pool2d, b.cut(b.input, dim, *half), 1), (half[1] - half[0]) / size) for half in halves]
@@ -166,7 +166,7 @@ def as_pooling(b: Rewriting) -> fx.Node | None:
     if rank == 4 and dims == [2, 3]:
         result = b(adaptive_avg_pool2d, b.input, 1, clamp=clamp if averages else None)
         if not averages:
-            result = b(mul, result, float(b.shape[2] * b.shape[3]), clamp=b.clamp)  # type: ignore[operator]
+            result = b(mul, result, float(b.shape[2] * b.shape[3]), clamp=b.clamp)
     elif b.limit.measure != "number of reduced dimensions" or len(dims) < 2:
         return None
     else:

@@ -393,9 +393,8 @@ def ends(sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None,
 class Constants:
     """A recorder of one requantization: it stores the primitive and the arguments that an `arithmetic.Composer` would emit as a node."""
 
-    def __init__(self) -> None:
-        self.primitive: Any = None
-        self.arguments: tuple[Any, ...] = ()
+    primitive: Any = None
+    arguments: tuple[Any, ...] = ()
 
     def call(self, primitive: Any, *arguments: Any) -> None:
         """Store the primitive and its arguments."""
