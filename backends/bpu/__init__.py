@@ -24,12 +24,10 @@ SHIFT = FixedArithmetic(
     share_concat=True,
     resize_fraction_bits=8,
 )
-MEASURED_8 = MeasuredWidths(16, 15, True, largest_shift=22, layer_shift=23, largest_first_shift=15)
-MEASURED_16 = MeasuredWidths(16, 15, True, largest_shift=14, layer_shift=14, largest_first_shift=31)
 MEASURED = {  # as the vendor's compiler of these marches computes: CHIP.md names the evidence, section by section
     "int4": _SHORT,
-    "int8": MEASURED_8,
-    "int16": MEASURED_16,
+    "int8": MeasuredWidths(16, 15, True, largest_shift=22, layer_shift=23, largest_first_shift=15),
+    "int16": MeasuredWidths(16, 15, True, largest_shift=14, layer_shift=14, largest_first_shift=31),
 }
 CHIP = FixedArithmetic(
     "fixed",

@@ -165,14 +165,8 @@ _pair_form(primitives.product.minimum, "The smaller of two integers on one scale
 def _compare(call: Call, input: Value, other: Value, relation: str) -> None:
     width = torch.promote_types(input.dtype, other.dtype)
     kind = {torch.float32: "float", torch.float64: "double"}.get(width, "int64_t")
-    pair(
-        call,
-        f"compare_{relation}",
-        "Section 16: a comparison; the result is bool.",
-        f"({kind})a {RELATIONS[relation]} ({kind})b",
-        input,
-        other,
-    )
+    expression = f"({kind})a {RELATIONS[relation]} ({kind})b"
+    pair(call, f"compare_{relation}", "Section 16: a comparison; the result is bool.", expression, input, other)
 
 
 @form(primitives.whole.joined)

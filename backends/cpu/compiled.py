@@ -425,7 +425,7 @@ def native_dynamic(site: Site) -> Built:
 
 
 class NativeWatch:
-    """A `Watch` in C. It keeps the tensors of its spans, and so their memory, alive."""
+    """`Checksums` in C. It keeps the tensors of its spans, and so their memory, alive."""
 
     def __init__(self, always: Sequence[Span], by_turns: Sequence[Span]) -> None:
         self.spans = (*always, *by_turns)

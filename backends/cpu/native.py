@@ -154,26 +154,6 @@ def library() -> Any:
     return loaded
 
 
-@functools.cache
-def training_library() -> Any:
-    """Return the compiled functions of training, or a sentence that says why there are none."""
-    sums = ("collect", "ends", "finish_forward", "finish_backward", "marked_backward", "centre")
-    weights = ("weight_ends", "weight_forward", "weight_backward")
-    return _loaded(TRAINING, (*sums, *weights, "row_ends", "magnitudes", "signed"))
-
-
-@functools.cache
-def joining_library() -> Any:
-    """Return the compiled fused elementwise functions of training, or a sentence that says why there are none."""
-    return _loaded(JOINING, ("join_ends", "join_forward", "join_backward", "occurs", "look_up", "look_back", "places", "marks", "to_bytes"))
-
-
-@functools.cache
-def chains_library() -> Any:
-    """Return the compiled functions of elementwise chains and of programs, or a sentence that says why there are none."""
-    return _loaded(CHAINS, ("chain", "program"))
-
-
 def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
     if not of_environment(SWITCH, "1", arguments.SWITCH):
         return f"{SWITCH} is {os.environ[SWITCH]}"
@@ -191,6 +171,16 @@ def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
         logger.info("the integer kernels in C are left out: %s", error)
         return f"its C source was not compiled: {error}"
     return loaded
+
+
+# Each returns the compiled functions of its source, or a sentence that says why there are none: those of training, the fused elementwise
+# functions of training, and those of elementwise chains and of programs.
+_SUMS = ("collect", "ends", "finish_forward", "finish_backward", "marked_backward", "centre")
+_WEIGHTS = ("weight_ends", "weight_forward", "weight_backward")
+_JOINED = ("join_ends", "join_forward", "join_backward", "occurs", "look_up", "look_back", "places", "marks", "to_bytes")
+training_library = functools.cache(functools.partial(_loaded, TRAINING, (*_SUMS, *_WEIGHTS, "row_ends", "magnitudes", "signed")))
+joining_library = functools.cache(functools.partial(_loaded, JOINING, _JOINED))
+chains_library = functools.cache(functools.partial(_loaded, CHAINS, ("chain", "program")))
 
 
 def _name(compiler: str, file: Path, flags: Sequence[str]) -> str:
@@ -256,9 +246,7 @@ def cached(name: str, make: Callable[[], bytes]) -> bytes:
     return content
 
 
-@functools.cache
-def _say_once(message: str) -> None:
-    logger.warning(message)
+_say_once = functools.cache(logger.warning)
 
 
 def folder() -> Path:

@@ -118,9 +118,8 @@ class Binary:
     def __init__(self, path: Path) -> None:
         self.path, self.tool = path.absolute(), Tool.find("hbdk-sim")
         if not self.path.is_file():
-            raise CompilationError(
-                f"{path} is missing", because="the file does not exist", remedy="pass what fxq.board.compile_horizon returns"
-            )
+            remedy = "pass what fxq.board.compile_horizon returns"
+            raise CompilationError(f"{path} is missing", because="the file does not exist", remedy=remedy)
         self._folder = tempfile.TemporaryDirectory(prefix="fxquant-")
         work = Path(self._folder.name)
         # The .hbm is named after the model, not after the file.
@@ -194,14 +193,9 @@ def _read(folder: Path, index: int, feature: Feature) -> Tensor | None:
 def _cost(summary: dict[str, Any]) -> CompiledCost:
     _, *rows = summary["layer details"]
     layers = tuple(LayerCost(row[0], row[1], row[4], row[5], row[6]) for row in rows)
-    return CompiledCost(
-        summary["model name"],
-        float(summary["latency (us)"]),
-        float(summary["FPS"]),
-        int(summary["DDR bytes per run"]),
-        int(summary.get("BPU OPs per run (effective)", 0)),  # absent of a program without multiplications
-        layers,
-    )
+    figures = float(summary["latency (us)"]), float(summary["FPS"]), int(summary["DDR bytes per run"])
+    operations = int(summary.get("BPU OPs per run (effective)", 0))  # absent of a program without multiplications
+    return CompiledCost(summary["model name"], *figures, operations, layers)
 
 
 # ---- A compiled program in the vendor's simulator, as a form of a model that `verify` and `record` run ---------------
@@ -265,11 +259,8 @@ class SimulatedForm(Form):
 
     def _input(self, feature: Feature) -> Place:
         place = self.connections.place(feature.name)
-        _require(
-            place is not None and place.node in self.reference.tensors,
-            self.binary.path,
-            f"its input {feature.name} is not a quantized tensor of this model",
-        )
+        because = f"its input {feature.name} is not a quantized tensor of this model"
+        _require(place is not None and place.node in self.reference.tensors, self.binary.path, because)
         assert place is not None
         return place
 
@@ -357,8 +348,5 @@ def _in_order(value: Tensor, like: Tensor, channels_last: bool) -> Tensor:
 def _require(holds: bool, path: Path, because: str) -> None:
     """Raise ExportError if a file is not the program of a model."""
     if not holds:
-        raise ExportError(
-            f"{path} is the program of another model",
-            because=because,
-            remedy="pass the .bin that fxq.board.compile_horizon made of this model's folder",
-        )
+        remedy = "pass the .bin that fxq.board.compile_horizon made of this model's folder"
+        raise ExportError(f"{path} is the program of another model", because=because, remedy=remedy)

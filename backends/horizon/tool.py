@@ -181,13 +181,9 @@ def failure(
         text = f"{died}" + (f" after {begun[-1]!r}" if begun else "") + f"; its last words:\n{text}"
     name = layer_of(text, layers)
     remedy = next((remedy for words, remedy in REMEDIES if re.search(words, text, re.IGNORECASE)), OTHERWISE)
-    layer = "" if name is None else f" at layer %{name}"
-    return CompilationError(
-        f"{program} failed{layer}",
-        at=layers.get(name, None) if name is not None else None,
-        because=text,
-        remedy=remedy if log is None else f"{remedy}\nthe log is {log}",
-    )
+    remedy = remedy if log is None else f"{remedy}\nthe log is {log}"
+    layer, at = ("", None) if name is None else (f" at layer %{name}", layers.get(name))
+    return CompilationError(f"{program} failed{layer}", at=at, because=text, remedy=remedy)
 
 
 # ---- Runs the vendor's compiler on a folder that `export_horizon` wrote ----------------------------------------------

@@ -154,8 +154,7 @@ def _reshape(node: fx.Node, input: fx.Node, shape: Any) -> Plan | None:
 
 @form(shape.permute)
 def _permute(node: fx.Node, input: fx.Node, dims: list[int]) -> Plan:
-    order = [dim % len(dims) for dim in dims]
-    return lambda e, read: e.node("Transpose", read(input), perm=order)
+    return lambda e, read: e.node("Transpose", read(input), perm=[dim % len(dims) for dim in dims])
 
 
 @form(repeating.expand)

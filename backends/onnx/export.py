@@ -198,9 +198,6 @@ class FloatWriter(Writer):
 
     style = "float"
 
-    def target(self) -> str:
-        return ""
-
 
 def export_float(traced: fx.GraphModule, path: str | os.PathLike[str], options: FileOptions) -> Path:
     """Write a traced float model, and return the path; the batch is dynamic if it was traced so.

@@ -144,12 +144,8 @@ class FastWriter(Writer):
     # ---- values -----------------------------------------------------------------------------------------------------
 
     def _is_shifted(self, name: str) -> bool:
-        return self.emitter.types.get(name) == torch.uint8 and (name not in self.foreign or name in self.tensors)
-
-    @property
-    def foreign(self) -> set[str]:
-        """Return the inputs of the model, which may be uint8 for another reason; inputs that are quantized tensors are described."""
-        return {info.name for info in self.inputs}
+        # Inputs of the model may be uint8 for another reason; inputs that are quantized tensors are described.
+        return self.emitter.types.get(name) == torch.uint8 and (name in self.tensors or all(info.name != name for info in self.inputs))
 
     def _as(self, name: str, dtype: torch.dtype, zero_point: int) -> str:
         if (name, dtype) not in self.converted:

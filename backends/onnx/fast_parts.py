@@ -55,8 +55,7 @@ def parts_of(integer: fx.GraphModule, node: fx.Node, opset: int) -> tuple[fx.Nod
     """Return the nodes that form one kernel with this requantization, in order: a sum of 8-bit products or tensors; or none."""
     if node.target is not requantize_real or node.args[4] not in EIGHT_BITS:
         return ()
-    total = node.args[0]
-    assert isinstance(total, fx.Node)
+    total = node.all_input_nodes[0]
     if len(total.users) != 1:
         return ()
     if role_of(total.target) in PRODUCTS - {Role.TRANSPOSED}:
@@ -243,9 +242,7 @@ def computes(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
     """Return whether float32 operators compute every entry of the table that a node looks up."""
     if node.target is not lookup or opset < OPSET:
         return False
-    operand, table = node.args[:2]
-    assert isinstance(operand, fx.Node)
-    assert isinstance(table, fx.Node)
+    operand, table = node.all_input_nodes[:2]
     entries: Tensor = resolve(integer, str(table.target)).cpu()
     read_grid, grid, described = qparams(operand), qparams(node), operation(node)
     if read_grid is None or grid is None or described is None or entries.numel() != _BYTES or not (is_8_bits(operand) and is_8_bits(node)):
@@ -292,8 +289,7 @@ def _is_of(function: Callable[[float], float], entries: Tensor, input_grid: QPar
 
 def compute(e: Emitter, node: fx.Node, stored: str, zero: Callable[[fx.Node], str]) -> str:
     """Append the function of the value named `stored`, from uint8 to uint8; `zero` returns the zero points of stored values."""
-    operand, described, output_grid = node.args[0], operation(node), qparams(node)
-    assert isinstance(operand, fx.Node)
+    operand, described, output_grid = node.all_input_nodes[0], operation(node), qparams(node)
     input_grid = qparams(operand)
     assert described is not None
     assert input_grid is not None

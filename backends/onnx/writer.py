@@ -39,15 +39,10 @@ TYPES = {
 # The result has the element type of the input with this index; Cast and the listed constants give theirs themselves.
 _TYPE_INPUT = {"Where": 1, "QuantizeLinear": 2, "QLinearConv": 7, "QLinearMatMul": 7}
 _FIXED_TYPE = {
-    "IsNaN": torch.bool,
-    **dict.fromkeys(("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal", "Not", "And", "Or", "Xor"), torch.bool),
-    "ArgMax": torch.int64,
-    "ArgMin": torch.int64,
-    "TopK": torch.int64,
-    "Shape": torch.int64,
+    **dict.fromkeys(("IsNaN", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal", "Not", "And", "Or", "Xor"), torch.bool),
+    **dict.fromkeys(("ArgMax", "ArgMin", "TopK", "Shape"), torch.int64),
+    **dict.fromkeys(("MatMulInteger", "ConvInteger"), torch.int32),
     "DequantizeLinear": torch.float32,
-    "MatMulInteger": torch.int32,
-    "ConvInteger": torch.int32,
 }
 
 
@@ -227,16 +222,10 @@ class Writer:
         graph = self._graph(names, output_names)
         functions = [*self.emitter.functions.values(), *self.regions.functions]
         own = [helper.make_opsetid(DOMAIN, 1)] if self.emitter.functions else []
-        standard = helper.make_opsetid("", self.opset)
-        oldest: int = helper.find_min_ir_version_for([standard])
-        model = helper.make_model(
-            graph,
-            opset_imports=[standard, *own, *self.regions.opsets],
-            functions=functions,
-            producer_name="fxquant",
-            producer_version=__version__,
-            ir_version=max(oldest, IR_VERSION_OF_FUNCTIONS) if functions else oldest,
-        )
+        opsets = [helper.make_opsetid("", self.opset), *own, *self.regions.opsets]
+        oldest: int = helper.find_min_ir_version_for(opsets[:1])
+        versions = {"producer_version": __version__, "ir_version": max(oldest, IR_VERSION_OF_FUNCTIONS) if functions else oldest}
+        model = helper.make_model(graph, opset_imports=opsets, functions=functions, producer_name="fxquant", **versions)
         write_metadata(model, self.metadata(list(graph.output)))
         return model
 
@@ -245,7 +234,7 @@ class Writer:
             "version": __version__,
             "style": self.style,
             "io": self.io,
-            "target": self.target(),
+            "target": str(self.integer.meta["target"].name) if "target" in self.integer.meta else "",  # a float model has none
             "inputs": [_interface(info, self.sources) for info in self.inputs],
             "outputs": [_interface(info, self.sources) for info in outputs],
             "tensors": self.tensors,
@@ -253,9 +242,6 @@ class Writer:
             "provenance": self._provenance(),
             "session_options": {},
         }
-
-    def target(self) -> str:
-        return str(self.integer.meta["target"].name)
 
     def _provenance(self) -> dict[str, dict[str, Any]]:
         """Return which values of the float model the described tensors are."""
@@ -270,7 +256,12 @@ class Writer:
         input_fact, name = fact(node), node.name
         real = isinstance(input_fact, TensorFact) and input_fact.dtype.is_floating_point
         self.values[node] = name
-        self._declare_input(name, self._integers(node) if self.io == "integer" and real and node.users else input_fact)
+        input_fact = self._integers(node) if self.io == "integer" and real and node.users else input_fact
+        if not isinstance(input_fact, TensorFact):
+            because = "an ONNX input is a tensor of known type"
+            raise ExportError(f"the input {name!r} is not a tensor", because=because, remedy="trace with tensor inputs")
+        self.inputs.append(value_info(name, input_fact.dtype, input_fact.shape))
+        self.emitter.types[name] = input_fact.dtype
         if self.io == "float" and qparams(node) is not None:  # for a segment that begins where another one ends
             self._describe(node, name, "quantized")
             self.sources[name] = name
@@ -289,14 +280,6 @@ class Writer:
             remedy = "export with io='float', or limit the input once, before anything else reads it"
             raise ExportError(what, node=node, because=because, remedy=remedy)
         return fact(next(iter(node.users)))
-
-    def _declare_input(self, name: str, input_fact: Any) -> None:
-        if not isinstance(input_fact, TensorFact):
-            raise ExportError(
-                f"the input {name!r} is not a tensor", because="an ONNX input is a tensor of known type", remedy="trace with tensor inputs"
-            )
-        self.inputs.append(value_info(name, input_fact.dtype, input_fact.shape))
-        self.emitter.types[name] = input_fact.dtype
 
     def _primitive(self, node: fx.Node) -> None:
         record = PRIMITIVES[node.target]  # type: ignore[index]
