@@ -59,8 +59,7 @@ REASONS: Mapping[str, str] = {name: because for because, names in _NAMES.items()
 
 def reason_of(name: str) -> str | None:
     """Return why a function of PyTorch that the table does not have has no integer form; None where the reason is not known."""
-    plain = name.removeprefix("linalg_")
-    return _SPECTRUM if name.startswith("fft_") else REASONS.get(plain)
+    return _SPECTRUM if name.startswith("fft_") else REASONS.get(name.removeprefix("linalg_"))
 
 
 Ends = Callable[[fx.Node, fx.Node], bool]

@@ -70,8 +70,7 @@ class Padding(Fusion):
             absorb(reader, node)
             if is_detached(node) and not is_detached(reader):
                 detach_arguments(reader, 0)
-        operand = node.all_input_nodes[0]
-        return operand
+        return node.all_input_nodes[0]
 
 
 def _padding(layer: fx.Node, node: fx.Node) -> list[int]:

@@ -278,9 +278,7 @@ def bias_limit(input: IntType, weight: IntType) -> int:
     2^23 for an int8 operand, where sums are best below 2^24; half of the accumulator, 2^30 of 32 bits and 2^46
     of the 48 that int16 weights have, where a step is so small that ordinary biases are large numbers of them.
     """
-    if weight.bits > 8:
-        return 2**46
-    return 2**23 if input.bits <= 8 else 2**30
+    return 2**46 if weight.bits > 8 else 2**23 if input.bits <= 8 else 2**30
 
 
 def least_scale_for_bias(bias: Tensor, input_scale: Tensor, limit: int = 2**23) -> Tensor:
@@ -352,22 +350,19 @@ def _values(function: Callable[[float], float] | None, x: Tensor, on_tensors: Ca
     """Return a function's values in float64, by Python's `math` where few are asked for."""
     if on_tensors is not None and (function is None or x.numel() > 2**10):
         return on_tensors(x)
+    return torch.tensor([_value(function, number) for number in x.tolist()], dtype=torch.float64, device="cpu")
+
+
+def _value(function: Callable[[float], float] | None, x: float) -> float:
     assert function is not None
-    values = []
-    for number in x.tolist():
-        try:
-            values.append(function(number))
-        except OverflowError:
-            values.append(math.inf)
-    return torch.tensor(values, dtype=torch.float64, device="cpu")
+    try:
+        return function(x)
+    except OverflowError:
+        return math.inf
 
 
 def _table_entry(function: Callable[[float], float] | None, x: float, output_scale: float, output: Grid) -> int:
-    assert function is not None
-    try:
-        value = function(x) / output_scale
-    except OverflowError:
-        value = math.inf
+    value = _value(function, x) / output_scale
     if math.isnan(value):
         return 0
     if math.isinf(value):

@@ -103,9 +103,7 @@ def _along(input: Tensor, matrix: Tensor, dim: int, rank: int, wide: bool) -> Te
     width = torch.float64 if wide else torch.float32
     with full_precision(input):
         value, factors = input.to(width), matrix.to(width)
-        if dim == -2:
-            return factors @ value
-        return (value.transpose(dim, -1) @ factors.t()).transpose(dim, -1)
+        return factors @ value if dim == -2 else (value.transpose(dim, -1) @ factors.t()).transpose(dim, -1)
 
 
 def _bounds_transform(input: Value, matrix: Value, dim: int, rank: int, wide: bool) -> Range:

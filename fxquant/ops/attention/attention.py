@@ -312,9 +312,7 @@ def multi_head_attention(
     joint, *separate, bias, out_weight, out_bias, bias_k, bias_v = parameters
 
     def third(parameter: fx.Node | None, number: int) -> Any:
-        if parameter is None:
-            return None
-        return along(build, parameter, 0, slice(number * width, (number + 1) * width))
+        return None if parameter is None else along(build, parameter, 0, slice(number * width, (number + 1) * width))
 
     def heads(operand: fx.Node, number: int) -> Any:
         """Project an operand, and return it as samples, heads, positions, features."""

@@ -40,9 +40,7 @@ def far_below(value: Any) -> bool:
     """Return whether a number, or every element of a constant, is so far below the scores that it hides them."""
     number = _everywhere(value)
     constant = constant_value(value) if number is None else None
-    if constant is not None:
-        return bool((constant <= HIDDEN).all())
-    return number is not None and number <= HIDDEN
+    return number is not None and number <= HIDDEN if constant is None else bool((constant <= HIDDEN).all())
 
 
 class Hiding:

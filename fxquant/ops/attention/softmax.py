@@ -125,16 +125,13 @@ def added(mask: Tensor, dim: int) -> Tensor:
     A softmax does not change when the maximum is subtracted.
     """
     value = mask.float()
-    largest = value.amax(dim, keepdim=True)
-    return torch.where(kept(mask, dim), value - largest, 0.0)
+    return torch.where(kept(mask, dim), value - value.amax(dim, keepdim=True), 0.0)
 
 
 def parts_of(mask: fx.Node, dim: int) -> tuple[bool, bool]:
     """Return whether an added mask hides elements, and whether it adds something to others: as it seems where it is not constant."""
     value = constant_value(mask)
-    if value is not None:
-        return not bool(kept(value, dim).all()), bool((added(value, dim) != 0).any())
-    return True, True
+    return (True, True) if value is None else (not bool(kept(value, dim).all()), bool((added(value, dim) != 0).any()))
 
 
 def may_hide(mask: fx.Node) -> bool:

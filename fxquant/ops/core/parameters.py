@@ -10,8 +10,7 @@ from fxquant.quantization.weights import BatchNorm, fold
 
 def folded_weight(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) -> Tensor:
     """Return the weight of a layer with its batch norm, of running statistics, multiplied in; `axis` has its output channels."""
-    moved = weight.transpose(0, axis)
-    return fold(moved, bias, batch_norm, 0)[0].transpose(0, axis)
+    return fold(weight.transpose(0, axis), bias, batch_norm, 0)[0].transpose(0, axis)
 
 
 def folded_bias(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) -> Tensor:

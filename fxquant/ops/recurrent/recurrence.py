@@ -233,9 +233,7 @@ def expand_layers(build: Builder, kind: str, input: fx.Node, hx: Any, layers: La
     results = [output]
     for at, states in enumerate(list(zip(*last, strict=True))[: 2 if kind == "lstm" else 1]):
         results.append(build(stack, list(states), 0, demand=Same() if len(states) == 1 else INNER if at else Own()))
-    if batched:
-        return results
-    return [_without(build, value, 1 - axis if at == 0 else 1) for at, value in enumerate(results)]
+    return results if batched else [_without(build, value, 1 - axis if at == 0 else 1) for at, value in enumerate(results)]
 
 
 def _with(build: Builder, value: fx.Node, dim: int) -> Any:

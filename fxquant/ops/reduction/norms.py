@@ -133,9 +133,7 @@ def norm(build: Builder, input: fx.Node, p: float, dim: list[int], keepdim: bool
     For p = inf it is the largest magnitude, for -inf the smallest, for 0 how many elements are not 0.
     """
     total, root = _powers(build, input, p, dim, keepdim, {})
-    if root == 1:
-        return total
-    return build(torch.sqrt, total) if root == 2 else build(torch.pow, total, 1 / root)
+    return total if root == 1 else build(torch.sqrt, total) if root == 2 else build(torch.pow, total, 1 / root)
 
 
 @composite(
