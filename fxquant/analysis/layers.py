@@ -11,6 +11,7 @@ from typing import Any
 
 import networkx as nx
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxquant.analysis.measures import cost_of
 from fxquant.errors import ConfigurationError
@@ -201,7 +202,7 @@ def coarser(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) 
         operator, arguments = record, lowered.arguments
     else:
         return ()
-    operands = [value for name in carried(operator) for value in _listed(arguments.get(name))]
+    operands = pytree.tree_leaves([arguments.get(name) for name in carried(operator)])
     tensors = [nodes[value.node] if isinstance(value, Reference) else value for value in operands]
     tensors = [value for value in dict.fromkeys(tensors) if isinstance(value, fx.Node) and not is_parameter(value)]
     scales = {value.name: each.scale for value in tensors if (each := grid_of(model, value)) is not None}
@@ -214,10 +215,6 @@ def description(parts: tuple[tuple[str, float], ...]) -> str:
     """Return a sentence about the tensors (name, loss in dB) that lose `CLEARLY` dB or more by a shared scale; "" without any."""
     lose = [f"%{name} loses {loss:.0f} dB" for name, loss in parts if loss >= CLEARLY]
     return f"all its tensors share one scale: {' and '.join(lose)}; a rule that names it can give it more bits, or None" if lose else ""
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 # ---- the operations of a recurrence that are alike at each of its steps ----------------------------------------------

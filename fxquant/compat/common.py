@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
@@ -10,7 +9,7 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -22,6 +21,7 @@ from torch.utils import _pytree as pytree
 import fxquant as fxq
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.ir.graph import fact, resolve
+from fxquant.prepared.undo import Having
 from fxquant.support import logger
 from fxquant.support.arguments import FLAG, Kind, checked
 
@@ -120,18 +120,10 @@ def unknown(argument: str, value: Any, choices: str) -> ConfigurationError:
     return Refusal(f"it is {choices}", "pass one of these").error(f"{argument}={value!r} is unknown")
 
 
-@contextlib.contextmanager
-def reading_attributes(model: nn.Module, read: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace the `qconfig` attributes on a model's modules by fxquant's within the context, as `read` converts them."""
+def reading_attributes(model: nn.Module, read: Callable[[Any], Any]) -> Having:
+    """Return a context in which the `qconfig` attributes on a model's modules are fxquant's, as `read` converts them."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    before = {module: module.__dict__["qconfig"] for module in modules if "qconfig" in module.__dict__}
-    try:
-        for module, qconfig in before.items():
-            module.__dict__["qconfig"] = read(qconfig)
-        yield
-    finally:
-        for module, qconfig in before.items():
-            module.__dict__["qconfig"] = qconfig
+    return Having([(module, {"qconfig": read(module.__dict__["qconfig"])}) for module in modules if "qconfig" in module.__dict__])
 
 
 def traced(

@@ -157,13 +157,11 @@ class Tables:
     def missing(self, path: str, name: str) -> MissingImport:
         """Return the error for an import of an unsupported or unknown name."""
         row = self.modules.get(path, {}).get(name)
-        if row is not None and isinstance(row.served, Refusal):
-            return MissingImport(f"{self.shown(path)} has no {name}", because=row.served.because, remedy=row.served.remedy)
-        if absent := self.absent(path):
-            return MissingImport(f"{self.shown(path)} has no {name}", because=absent.because, remedy=absent.remedy)
-        because = f"the tables of {self.package} have no such name"
-        remedy = f"leave it out, or use fxquant's own functions; {self.package} lists what there is: dir() of its modules"
-        return MissingImport(f"{self.shown(path)} has no {name}", because=because, remedy=remedy)
+        why = row.served if row is not None and isinstance(row.served, Refusal) else self.absent(path)
+        if why is None:
+            remedy = f"leave it out, or use fxquant's own functions; {self.package} lists what there is: dir() of its modules"
+            why = Refusal(f"the tables of {self.package} have no such name", remedy)
+        return MissingImport(f"{self.shown(path)} has no {name}", because=why.because, remedy=why.remedy)
 
     def aliased(self, path: str) -> list[str]:
         """Return the toolkit's names of the module at `path`: below the aliases whose own path is the longest prefix of `path`."""

@@ -152,4 +152,4 @@ def _others(target: Target) -> Iterator[Variant]:
     for other in backends.TARGETS.values():
         same_class = type(other.arithmetic) is type(target.arithmetic)
         if same_class and other.arithmetic.power_of_two_scales == target.arithmetic.power_of_two_scales:
-            yield Variant(f"the arithmetic of {other.name}", lambda _, arithmetic=other.arithmetic: arithmetic)
+            yield Variant(f"the arithmetic of {other.name}", partial(lambda chosen, _: chosen, other.arithmetic))

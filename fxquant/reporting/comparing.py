@@ -233,7 +233,7 @@ class Comparison(Mapping[str, LayerComparison]):
         table = Table(*heads, title=title, title_justify="left")
         for layer in (*self.worst(SHOWN), *self.outputs) if self.layers else self.outputs:
             ratios = (in_decibels(layer.sqnr), in_decibels(layer.own))
-            numbers = (*ratios, _short(layer.steps), _percent(layer.clipped), _percent(layer.zeroed))
+            numbers = (*ratios, _short(layer.steps), *(_short(100 * share, "{:.2g} %") for share in (layer.clipped, layer.zeroed)))
             name = f"{layer.name} (at {layer.times} steps)" if layer.times > 1 else layer.name
             table.add_row(name, grid_text(layer.grid), f"{layer.cosine:.5f}", *numbers, _short(layer.reach), layer.error)
         return table
@@ -296,12 +296,8 @@ def _badness(layer: LayerComparison) -> tuple[float, float]:
     return (-layer.effect if not math.isnan(layer.effect) else 0.0, layer.own if not math.isnan(layer.own) else layer.sqnr)
 
 
-def _short(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.3g}"
-
-
-def _percent(share: float) -> str:
-    return "" if math.isnan(share) else f"{100 * share:.2g} %"
+def _short(value: float, form: str = "{:.3g}") -> str:
+    return "" if math.isnan(value) else form.format(value)
 
 
 def _states(value: Any) -> tuple[Any, Any]:

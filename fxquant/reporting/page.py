@@ -382,15 +382,12 @@ def _places(graph: networkx.DiGraph) -> dict[str, tuple[float, float]]:
         for row in sorted(rows, reverse=bool(sweep % 2)):
             near = graph.successors if sweep % 2 else graph.predecessors
             names = rows[row]
-            wish = {name: _mean([x[other] for other in near(name)], x[name]) for name in names}
+            places = {name: [x[other] for other in near(name)] or [x[name]] for name in names}
+            wish = {name: sum(those) / len(those) for name, those in places.items()}
             names.sort(key=wish.__getitem__)
             middle = sum(wish.values()) / len(wish)
             x.update({name: middle + index - (len(names) - 1) / 2 for index, name in enumerate(names)})
     return {name: (x[name], -float(graph.nodes[name]["row"])) for name in graph}
-
-
-def _mean(values: list[float], otherwise: float) -> float:
-    return sum(values) / len(values) if values else otherwise
 
 
 def needs(package: str, error: ImportError) -> ConfigurationError:

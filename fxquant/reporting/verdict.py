@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_high
 from typing import Any
 
 from torch import Tensor, fx
@@ -149,7 +150,7 @@ def _cause(inside: Sequence[Judged], others: Sequence[Judged], errors: Mapping[s
         return "by weights and biases, or tensors inside operators", OF_WEIGHTS
     if sum(each.statistics.truncation for each in inside) > sum(each.statistics.rounding for each in inside):
         return "by values that are clipped", OF_ACTIVATIONS
-    far, usual = _median([_crest(each) for each in inside]), _median([_crest(each) for each in others])
+    far, usual = (median_high([_crest(each) for each in tensors] or [0.0]) for tensors in (inside, others))
     if far >= FAR * usual:
         times = f"{far:.0f} times the root mean square, and {usual:.0f} times elsewhere"
         return f"by rare, large values that set scales, {times}", OF_ACTIVATIONS
@@ -164,10 +165,6 @@ def _crest(tensor: Judged) -> float:
     """Return the largest magnitude over the root mean square."""
     statistics = tensor.statistics
     return ratio(max(abs(statistics.low), abs(statistics.high)), math.sqrt(_power(tensor))) if statistics.low <= statistics.high else 0.0
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
 
 
 def _offsets(errors: Mapping[str, Tensor], effects: Effects, total: float) -> Iterator[_Share]:

@@ -26,8 +26,6 @@ from fxquant.serialization.tree import TargetOf
 from fxquant.serialization.values import Malformed
 from fxquant.support.files import write_file
 
-Content = tuple[Mapping[str, Any], Mapping[str, Tensor]]  # of a file: its document and its tensors
-
 __all__ = ["load_file", "save_model", "save_observations"]
 
 

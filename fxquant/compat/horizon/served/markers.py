@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -15,15 +14,17 @@ import fxquant as fxq
 from fxquant.compat.common import refused
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import default_leaf
+from fxquant.prepared.undo import Having, having
 from fxquant.support import logger
 from fxquant.support.arguments import NUMBER, accepted
 
 SCALE = NUMBER.or_none("it is observed")
-_given: list[float | None] = [None]  # the current scale of stubs without one of their own
 
 
 class ByFunction:
     """Stands for the scale that the preparing function sets. Copies and files of a stub hold the class itself."""
+
+    scale: float | None = None  # the current one
 
 
 BY_FUNCTION: Any = ByFunction
@@ -48,7 +49,7 @@ class QuantStub(nn.Module):
     @property
     def scale(self) -> float | None:
         """Return the scale that the stub is prepared with; None if it is observed."""
-        return _given[0] if self._scale is BY_FUNCTION else self._scale
+        return ByFunction.scale if self._scale is BY_FUNCTION else self._scale
 
     @scale.setter
     def scale(self, scale: float | None) -> None:
@@ -58,17 +59,12 @@ class QuantStub(nn.Module):
         return input
 
 
-@contextmanager
-def scale_of_stubs(model: nn.Module, scale: float | None, why: str) -> Iterator[None]:
-    """Set the scale of stubs without their own within the context; a line of the log names these stubs and the reason."""
+def scale_of_stubs(model: nn.Module, scale: float | None, why: str) -> Having:
+    """Return a context in which stubs without a scale of their own have this one; a line of the log names these stubs and the reason."""
     open_ = [path for path, module in model.named_modules() if isinstance(module, QuantStub) and module._scale is BY_FUNCTION]
     if open_:
         logger.info("the scale of QuantStub %s is %s: %s", ", ".join(open_), "observed" if scale is None else f"{scale:g}", why)
-    before, _given[0] = _given[0], scale
-    try:
-        yield
-    finally:
-        _given[0] = before
+    return having([ByFunction], scale=scale)
 
 
 class DeQuantStub(nn.Module):
@@ -112,18 +108,11 @@ class FloatFunctional(nn.Module):
         raise ConfigurationError("a FloatFunctional was called", because="it stands for several functions", remedy="call one: f.add(x, y)")
 
 
-@contextmanager
-def with_paths(model: nn.Module) -> Iterator[None]:
-    """Replace the FloatFunctional modules of a model, PyTorch's too, by this file's class within the context, for rules by path."""
-    kinds = {module: type(module) for module in model.modules()}
-    functionals = {module: kind for module, kind in kinds.items() if f"{kind.__module__[:6]}{kind.__name__}" == "torch.FloatFunctional"}
-    for module in functionals:
-        object.__setattr__(module, "__class__", FloatFunctional)
-    try:
-        yield
-    finally:
-        for module, kind in functionals.items():
-            object.__setattr__(module, "__class__", kind)
+def with_paths(model: nn.Module) -> Having:
+    """Return a context in which the FloatFunctional modules of a model, PyTorch's too, are of this file's class, for rules by path."""
+    kinds = [(module, type(module)) for module in model.modules()]
+    functionals = [module for module, kind in kinds if f"{kind.__module__[:6]}{kind.__name__}" == "torch.FloatFunctional"]
+    return having(functionals, __class__=FloatFunctional)
 
 
 _WHOLE: set[type] = set()  # classes of modules that `wrap(skip_compile=True)` has marked
