@@ -19,7 +19,7 @@ from fxquant.ir.integer import qparams
 from fxquant.kernels import constants
 from fxquant.kernels.admission import WINDOW, Layer, enumerated
 from fxquant.kernels.constants import Span
-from fxquant.kernels.kernel import ALIGNMENT, BIASED, Binding, Bound, Built, Held, NotApplicable, Site, grid, implementation
+from fxquant.kernels.kernel import ALIGNMENT, BIASED, Binding, Bound, Built, ChannelsLast, NotApplicable, Site, grid, implementation
 from fxquant.numerics.grids import INT32_MAX, LARGEST_DYNAMIC, SMALLEST_DYNAMIC
 from fxquant.primitives import Role, role_of, shape
 from fxquant.primitives.quantization import HALF_STEPS, TIES, half_step, requantize_real
@@ -252,11 +252,11 @@ def depthwise(site: Site) -> Built:
     return _summed(site, layer, loaded.fxq_depthwise, pack)
 
 
-def _area(form: Held) -> int:
+def _area(form: ChannelsLast) -> int:
     return math.prod(form.grid[1:-1])
 
 
-def _move(input: Held, result: Held, **values: int) -> Move:
+def _move(input: ChannelsLast, result: ChannelsLast, **values: int) -> Move:
     sizes = dict(zip(("batch", *native.AREA, "channels"), input.grid, strict=True))
     return Move(**sizes, out_channels=result.pixel, threads=1, **values)
 
@@ -344,7 +344,7 @@ def _moves(site: Site, inputs: Sequence[Tensor], output: Tensor) -> Iterator[tup
     arguments: Any = root.args[1:]
     begins = list(arguments[0]) if root.target is shape.pad else [0] * len(result.sizes)
     for form, tensor in zip(map(site.held, site.match.reads), inputs, strict=True):
-        value, written = form.of(tensor).view(tensor), result.of(output).view(output)
+        value, written = form.of(tensor).unpack(tensor), result.of(output).unpack(output)
         if root.target is shape.select:
             rows = arguments[0] % value.dim(), site.constant(arguments[1])
             order = range(1, value.dim()) if result.channels_first else ()  # a pixel's channels, which lie side by side, come last

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.kernels.admission import Layer, enumerated, prove, residual_factor
-from fxquant.kernels.kernel import Binding, Bound, Built, Disagrees, Held, Implementation, NotApplicable, Site, implementation
+from fxquant.kernels.kernel import Binding, Bound, Built, ChannelsLast, Disagrees, Implementation, NotApplicable, Site, implementation
 from fxquant.numerics.grids import FLOAT32_EXACT, accumulator_bound, power_of_two
 from fxquant.primitives import quantization
 from fxquant.primitives.runtime_scales import MAGNITUDE, centred
@@ -78,9 +78,9 @@ class _Sums:
     """oneDNN's sums, requantized in groups of images; `skipped` is 1 for images without depth, else 0."""
 
     layer: Layer
-    input: Held
-    result: Held
-    residual: Held | None
+    input: ChannelsLast
+    result: ChannelsLast
+    residual: ChannelsLast | None
     residual_factor: Tensor | None
     requantized_sums: Requantization
     packed: Tensor
@@ -106,7 +106,7 @@ class _Sums:
         _, depth, height, width, _ = result.grid
         area, step = (depth * height, width), max(1, CACHED // (4 * depth * height * width * channels))
 
-        def images_of(form: Held, held: Tensor, area: Sequence[int], channels: int) -> Tensor:
+        def images_of(form: ChannelsLast, held: Tensor, area: Sequence[int], channels: int) -> Tensor:
             return held.view(-1, *area, form.pixel)[..., :channels].movedim(-1, 1)
 
         def bound(inputs: Sequence[Tensor], output: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import fact, resolve
 from fxquant.ir.integer import qparams
-from fxquant.kernels.kernel import Built, Disagrees, Held, Implementation, Match, NotApplicable, Site, grid, in_order
+from fxquant.kernels.kernel import Built, ChannelsLast, Disagrees, Implementation, Match, NotApplicable, Site, grid, in_order
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, UINT8, IntType, accumulator_bound, power_of_two
 from fxquant.primitives import PRIMITIVES, Role, quantization, role_of
 from fxquant.primitives.runtime_scales import dynamic_linear
@@ -164,7 +164,7 @@ def run(site: Site, implementation: Implementation, built: Built, drawn: dict[fx
             raise Disagrees("it differs between the two forms of its operands on this machine")
         return plain
     are_held = [implementation.reads_held and not fact(node).dtype.is_floating_point for node in site.match.reads]
-    inputs = [site.held(node).holding(drawn[node]) if held else drawn[node] for node, held in zip(site.match.reads, are_held, strict=True)]
+    inputs = [site.held(node).packed(drawn[node]) if held else drawn[node] for node, held in zip(site.match.reads, are_held, strict=True)]
     is_real = fact(site.match.root).dtype.is_floating_point
     output = torch.empty(site.sizes[site.match.root], dtype=torch.float32, device="cpu") if is_real else site.result().memory()
     built.bind()(inputs, output)
@@ -176,7 +176,7 @@ def _viewed(site: Site, node: fx.Node, value: Tensor) -> Tensor:
     if value.dtype not in (torch.int8, torch.uint8) or value.dim() < 2 or value.dim() > 5:
         return value
     form = site.held(node)
-    return form.view(form.holding(value))
+    return form.unpack(form.packed(value))
 
 
 def prove(site: Site, implementation: Implementation, built: Built) -> None:
@@ -329,7 +329,7 @@ def residual_factor(site: Site) -> Tensor:
     return factor if shift is None else factor * power_of_two(-shift)
 
 
-def enumerated(site: Site, forms: Sequence[Held], result: Held) -> Tensor:
+def enumerated(site: Site, forms: Sequence[ChannelsLast], result: ChannelsLast) -> Tensor:
     """Return the result's byte for every byte of one operand, or every pair of bytes of two; 0 where a byte is outside the tensor's range.
 
     The primitives compute it, so it is right for every operand. Where constants differ between channels, each byte of a pixel has 256.

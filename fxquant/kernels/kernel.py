@@ -1,6 +1,6 @@
 """Kernels: each is a pattern of primitives, which define it, and implementations, each with the conditions under which it is exact.
 
-The package's docstring says how tensors are held between kernels; `Held` describes the layout.
+The package's docstring says how tensors are held between kernels; `ChannelsLast` describes the layout.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Matched = Match | str | None
 
 
 @dataclass(frozen=True)
-class Held:
+class ChannelsLast:
     """The layout of a kernel's tensor: `rows` pixels of `pixel` elements, whose first `channels` are valid.
 
     zero            the byte that stands for the centred integer 0
@@ -99,17 +99,17 @@ class Held:
         size = self.rows * self.pixel
         return torch.empty(size + SLACK // self.dtype.itemsize, dtype=self.dtype, device="cpu")[:size].view(self.rows, self.pixel)
 
-    def of(self, held: Tensor) -> Held:
+    def of(self, held: Tensor) -> ChannelsLast:
         """Return how a tensor with another number of images, or of rows, is held."""
         images = held.shape[0] // max(1, self.rows // max(1, self.sizes[0]))
         return replace(self, sizes=(images, *self.sizes[1:]))
 
-    def view(self, held: Tensor) -> Tensor:
+    def unpack(self, held: Tensor) -> Tensor:
         """Return a view of a buffer that kernels hold, of the tensor's own shape `sizes`, without the padding of pixels."""
         pixels = held.view(*self.grid[:-1], self.pixel)[..., : self.channels]
         return (pixels.movedim(-1, 1) if self.channels_first else pixels).view(self.sizes)
 
-    def hold(self, value: Tensor, held: Tensor) -> None:
+    def pack(self, value: Tensor, held: Tensor) -> None:
         """Write the tensor `value`, in the form of primitives, into the buffer `held`, in the form of kernels."""
         batch, *area, channels = self.grid
         pixels = held.view(batch, *area, self.pixel)[..., :channels]
@@ -121,15 +121,15 @@ class Held:
                 return
         pixels.copy_(value)
 
-    def holding(self, value: Tensor) -> Tensor:
+    def packed(self, value: Tensor) -> Tensor:
         """Return new memory that holds a tensor."""
         memory = self.memory()
-        self.hold(value, memory)
+        self.pack(value, memory)
         return memory
 
     def plain(self, held: Tensor, dtype: torch.dtype, strides: SIZES) -> Tensor:
         """Return a copy of a buffer that kernels hold, in the form of primitives: of shape `sizes` and these strides, int8 centred."""
-        value = self.view(held)
+        value = self.unpack(held)
         result = torch.empty_strided(self.sizes, strides, dtype=value.dtype, device="cpu")
         result.copy_(value)
         if dtype == torch.int8:
@@ -139,7 +139,7 @@ class Held:
         return result
 
     def centred(self, held: Tensor) -> Tensor:
-        return self.view(held).to(torch.int64) - self.zero
+        return self.unpack(held).to(torch.int64) - self.zero
 
 
 class NotApplicable(Exception):
@@ -167,14 +167,14 @@ class Forms:
         """The proved range of every integer tensor."""
         return ranges(self.model)
 
-    def held(self, node: fx.Node, sizes: SIZES) -> Held:
+    def held(self, node: fx.Node, sizes: SIZES) -> ChannelsLast:
         """Return the layout in which kernels hold a node's result, quantized or an accumulator, of shape `sizes`."""
         grid, dtype, first = qparams(node), node.meta["fact"].dtype, node in self.channels_first
         if dtype == torch.uint8 and grid is not None:
-            return Held(sizes, grid.zero_point, channels_first=first)
+            return ChannelsLast(sizes, grid.zero_point, channels_first=first)
         if dtype == torch.int8:
-            return Held(sizes, 0 if node in self.non_negative else BIASED, channels_first=first)
-        return Held(sizes, 0, torch.int32, first)
+            return ChannelsLast(sizes, 0 if node in self.non_negative else BIASED, channels_first=first)
+        return ChannelsLast(sizes, 0, torch.int32, first)
 
 
 @dataclass(frozen=True)
@@ -197,11 +197,11 @@ class Site:
         constant: Tensor = self.constant(self.match.parts[name])
         return constant
 
-    def held(self, node: fx.Node) -> Held:
+    def held(self, node: fx.Node) -> ChannelsLast:
         """Return the layout in which kernels hold a node's result, quantized or an accumulator."""
         return self.forms.held(node, self.sizes[node])
 
-    def result(self) -> Held:
+    def result(self) -> ChannelsLast:
         return self.held(self.match.root)
 
 
@@ -235,7 +235,7 @@ class Implementation:
 
     name        the name that `explain` shows
     build       builds it for one place; raises NotApplicable where its conditions do not hold
-    reads_held  whether it reads tensors in the layout of kernels (`Held`); else in that of the primitives
+    reads_held  whether it reads tensors in the layout of kernels (`ChannelsLast`); else in that of the primitives
     strided     whether it reads both, as tensors of any strides, and writes its result as the primitives would
     """
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import computed, is_python, nodes_in, own, resolve
 from fxquant.kernels.admission import is_primitive
-from fxquant.kernels.kernel import SLACK, Binding, Bound, Built, Forms, Held, Implementation, Match
+from fxquant.kernels.kernel import SLACK, Binding, Bound, Built, ChannelsLast, Forms, Implementation, Match
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides
 Step = Callable[[list[Any]], None]  # on the values, by their places
@@ -63,7 +63,7 @@ class Program:
         self.places: dict[tuple[fx.Node, bool], int] = {}  # of values, held or plain
         self.steps: list[tuple[Maker, list[int], int]] = []  # what makes the steps of an instance, what it reads, what it writes
         self.alone: list[fx.Node] = []  # the nodes that run as they are in the graph
-        self.buffers: dict[int, Held] = {}  # values in memory of the instance's own
+        self.buffers: dict[int, ChannelsLast] = {}  # values in memory of the instance's own
         self.inputs: list[int] = []
         self.result: Any = None
         self.later = {other for each in chosen.values() if each.built is not None for other in each.match.results}  # results beside a root
@@ -77,7 +77,7 @@ class Program:
     def _place(self, node: fx.Node, is_held: bool) -> int:
         return self.places.setdefault((node, is_held), len(self.places))
 
-    def held(self, node: fx.Node) -> Held:
+    def held(self, node: fx.Node) -> ChannelsLast:
         return self.forms.held(node, self.layouts[node][0])
 
     def _write(self) -> None:
@@ -149,7 +149,7 @@ class Program:
         if (node, True) not in self.places:
             place = self._place(node, True)
             form = self.buffers[place] = self.held(node)
-            built = Binding(lambda: lambda inputs, held: form.hold(inputs[0], held))
+            built = Binding(lambda: lambda inputs, held: form.pack(inputs[0], held))
             self.steps.append((partial(_into, built), [self._plain(node)], place))
         return self.places[node, True]
 
@@ -267,7 +267,7 @@ def _real_kernel(built: Built, layout: Layout, reads: list[int], writes: int, bu
 def _strided_kernel(
     built: Built,
     layout: Layout,
-    forms: Sequence[Held | None],
+    forms: Sequence[ChannelsLast | None],
     others: Sequence[tuple[int, Layout]],
     reads: list[int],
     writes: int,
@@ -277,7 +277,7 @@ def _strided_kernel(
     bound: Bound = built.bind()
 
     def run(values: list[Any]) -> None:
-        inputs = [values[place] if form is None else form.view(values[place]) for place, form in zip(reads, forms, strict=True)]
+        inputs = [values[place] if form is None else form.unpack(values[place]) for place, form in zip(reads, forms, strict=True)]
         for place, (sizes, strides, dtype) in ((writes, layout), *others):
             values[place] = torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
         bound(inputs, [values[writes], *(values[place] for place, _ in others)] if others else values[writes])
@@ -285,7 +285,7 @@ def _strided_kernel(
     return run
 
 
-def _plain(form: Held, layout: Layout, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
+def _plain(form: ChannelsLast, layout: Layout, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
     (read,) = reads
     _, strides, dtype = layout
 

@@ -466,7 +466,7 @@ class Wrong:
         def honest(inputs: Any, output: Tensor) -> None:
             form = site.held(read).of(inputs[0])
             value = form.plain(inputs[0], fact(read).dtype, torch.empty(form.sizes).stride())
-            site.result().of(output).hold(evaluate(site.model, site.match, {read: value})[0], output)
+            site.result().of(output).pack(evaluate(site.model, site.match, {read: value})[0], output)
 
         return SimpleNamespace(bind=lambda: self.change(honest, site.held(read).zero))
 
