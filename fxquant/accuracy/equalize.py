@@ -295,7 +295,7 @@ def _multiply(prepared: fx.GraphModule, labelled: Channels, exponents: Tensor) -
     layers = [node.name for node, own in labelled.given.items() if bool(exponents[own].any())]
     if layers:
         logger.info("channels are equalized in %d layers: %s", len(layers), ", ".join(layers))
-    return f"{len(layers)} layers"
+    return f"{len(layers)} layers" * bool(layers)
 
 
 class _Problem:

@@ -73,7 +73,7 @@ def apply(run: Run, count: int) -> str:
     for quantizer in run.observed().values():
         if quantizer.can_choose:
             quantizer.choose_by(Method.ERROR)
-    return f"{count} batches"
+    return f"{count} batch{'es' * (count != 1)}"
 
 
 def _observe(run: Run) -> int:

@@ -49,7 +49,7 @@ class Step:
     name      in the log, in the record of a calibration, and in the table of `fxq.tune`
     because   the reason for its place
     find      return what is to be changed, None for nothing; the model stays as it was. Without it `fxq.tune` alone takes the step
-    apply     put what was found into the model, and return a few words about it
+    apply     put what was found into the model, and return a few words about it, none where nothing changed
     undo      take back what the step of this name of an earlier calibration did, before it is found anew
     option    the field of `fxq.Options` that turns it off (False)
     least     how many samples it takes at least, unless the option is True, or an earlier calibration has taken it
@@ -148,7 +148,7 @@ class Run:
                             self.record[step.name] = step.apply(self, change)
                         if change is not None and step.undo is not None:
                             self._note(step.name, before)
-            self.prepared.meta[CHOSEN] = [f"{name}: {words}" for name, words in self.record.items()]
+            self.prepared.meta[CHOSEN] = [f"{name}: {words}" for name, words in self.record.items() if words]
             logger.info("calibration chose: %s", "; ".join(self.prepared.meta[CHOSEN]))
         except Exception:
             if self.several and not self.told:
