@@ -5,8 +5,6 @@ one at a time, for every observer; the first row is what the process has reached
 1.05 makes the exit status 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import resource
 import subprocess

@@ -5,8 +5,6 @@ torch.ao's prepare_fx and convert_fx on the same chain in the same run, up to th
 The exponent is the slope of log time over log nodes.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

@@ -7,8 +7,6 @@ of 16 on one thread, the least of several. fxquant's rows are those of its integ
 the same run. Under it, linear layers alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 import warnings

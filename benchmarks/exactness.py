@@ -15,8 +15,6 @@ elements differ from the integer graph's in onnxruntime, and by how many steps a
 the target has them. With --keep the rows go to a file as well, and those it holds are not measured again.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import logging

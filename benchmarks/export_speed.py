@@ -5,8 +5,6 @@ seconds of `export_onnx` and of `verify`. That has one sample for every runtime,
 bernoulli2 has no 16-bit tensors, so that the transformers have float parts there. Transformers need the extra "zoo".
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Callable

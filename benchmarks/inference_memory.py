@@ -6,8 +6,6 @@ process that does nothing but load the model and run it some times, on one threa
 resets on demand.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import subprocess

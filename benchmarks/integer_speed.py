@@ -10,8 +10,6 @@ column counts the operators that kernels compute: those between the boundaries, 
 `--tensors` leaves out the kernels in C, as on a machine without a compiler. --device cuda is not measured: kernels are for the CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -9,8 +9,6 @@ was chosen on other networks and data. `--page` writes the tables to benchmarks/
 included.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

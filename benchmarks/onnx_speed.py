@@ -6,8 +6,6 @@ each channel); medians of runs taken in turn. Styles "exact" and "fast" are veri
 signal-to-noise ratio against the integer model is shown.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import statistics

@@ -6,8 +6,6 @@ and compare after it. They belong to one machine and one PyTorch: calibration ru
 processors. Each network runs on one thread, so they do not depend on how many there are.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Shared parts of benchmarks: tables, limits of time, timings taken in turn, rows kept in a file, and torch.ao's integer models."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

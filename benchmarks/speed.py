@@ -5,8 +5,6 @@ tables with the machine, its load and the versions. Peers are measured in the sa
 mismatches is measured in it, too. Exit status 1 if a benchmark failed, whose output is on the page all the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

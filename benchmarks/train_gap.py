@@ -9,8 +9,6 @@ some steps, copies of the model see one batch in TRAIN and in VALIDATE, and ever
 With --all, each layer has a line; else those have one in which elements differ, and the number of all is said.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 from collections.abc import Callable, Iterator

@@ -12,8 +12,6 @@ difference over the largest gradient, of all parameters, is next to it, once wit
 `--tensors` leaves out the functions in C, as on a machine without a compiler. With --device cuda everything is measured there.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import gc

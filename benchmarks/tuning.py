@@ -5,8 +5,6 @@ and 8-bit activations. `fxq.tune` has 64 training inputs, no labels, and a toler
 table says what each thing that it tried gained. Under it stands what that makes of the test, which it has not seen.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

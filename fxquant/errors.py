@@ -4,8 +4,6 @@ Every error a user can cause is an `FxQuantError`. Its text states the problem, 
 user's own code, the module, the reason, and the remedy. The texts are golden-tested.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 __all__ = [

@@ -1,7 +1,5 @@
 """Options that are rarely needed, in one record that every function passes on unchanged."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """A clamp (relu, relu6, hardtanh) becomes the limits of the operator before it, or of another clamp that stands there."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -9,8 +9,6 @@ Runs with `Options(adapt=True)`, and always for operators that the vendor's comp
 stay in float, on the host.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import networkx as nx

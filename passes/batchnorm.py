@@ -7,8 +7,6 @@ once, and the result takes the place of the parameters:
     %conv = conv2d(%x, %w, batch_norm=%bn)  →   %conv = conv2d(%x, %w, %b)
 """
 
-from __future__ import annotations
-
 import torch
 from torch import fx, nn
 

@@ -6,8 +6,6 @@ return %y                                   %y = conv2d(%x_quantize, %w)
                                             return %y_dequantize
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -5,8 +5,6 @@
 %y = call_method relu(%x)       →   %y = clamp(%x, min=0, max=None)
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -670,8 +668,6 @@ def _operator(node: fx.Node, modules: Mapping[str, nn.Module]) -> Operator | Non
 
 
 # ---- Sizes and bounds that a model computes from its constants as tensors of one integer: they are replaced by that integer ----
-
-
 SIZED = frozenset((
     "pad", "_pad", "constant_pad_nd", "narrow", "view", "reshape", "expand", "repeat", "unflatten", "split",
     "new_zeros", "new_ones", "new_full",

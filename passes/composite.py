@@ -6,8 +6,6 @@
                                   %y = mul(%y_exp, %y_reciprocal)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ would be rounded to 0 on it, and the quotient would have no value. Both operator
 nothing else are computed in float as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from operator import getitem
 from typing import Any

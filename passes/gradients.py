@@ -8,8 +8,6 @@ A node is detached where all its readers are, so that nothing separates operator
 and another has none, an identity remains for the latter. Hooks and custom backwards are identities, too, until operators observe.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

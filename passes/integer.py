@@ -6,8 +6,6 @@
 The calls are those that the prepared operator makes in state VALIDATE; here they are recorded as nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ are not changed: products and sums are computed from them in every state, and al
 of twice, and an addition after it can be done in the accumulator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

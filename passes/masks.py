@@ -7,8 +7,6 @@ On an integer grid a mask of -1e9 would take the whole range, and round all scor
 elements that it keeps are still added. Factors of the masked scores stay in place; operators that reshape them move after the softmax.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -10,8 +10,6 @@ them. So do operators named by a rule of the qconfig.
 Integers that leave the model only as float tensors need no scale either.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

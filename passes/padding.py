@@ -3,8 +3,6 @@
 A pad is part of every convolution that reads it, or of none: while another operator reads it, it is computed.
 """
 
-from __future__ import annotations
-
 from torch import fx
 
 from fxquant.analysis.explain import Limits

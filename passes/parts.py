@@ -9,8 +9,6 @@ apart again need no common grid. Between the concatenation and the slice there m
 dimension, and further concatenations along other dimensions, which each part then gets separately.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -11,8 +11,6 @@ Operators are fused if they read a tensor several times, or if one table follows
 unchanged, and a clamp that is fused into the layer before it stays there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

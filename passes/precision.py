@@ -8,8 +8,6 @@ norm keeps. Near a pole, as of 1 / x or log(x), one step of the operand is most 
 alone are wide as well. A rule of the qconfig for one of these operators takes precedence.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

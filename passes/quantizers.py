@@ -3,8 +3,6 @@
 %y = conv2d(%x, %w)      →      %y = operators.y(%x, %w)      a QuantizedOperator
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 A module of the user's between the two that draws noise in train mode, as a stochastic depth does, becomes the layer's.
 """
 
-from __future__ import annotations
-
 from torch import fx
 
 from fxquant.ir.graph import TensorFact, absorb, fact, is_parameter, noise, set_noise, stated_demand, ties

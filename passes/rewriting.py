@@ -1,7 +1,5 @@
 """Changes of a graph by passes: fuse one node into another, erase nodes that are no longer read, and query the matched rules."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

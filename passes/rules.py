@@ -3,8 +3,6 @@
 A rule is about the model as it was written: a ReLU that becomes the limits of a convolution has its own name, type and module before.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections import Counter
 from dataclasses import replace

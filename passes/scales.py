@@ -5,8 +5,6 @@ component, so the result does not depend on any order. Two members that ask for 
 dtypes are a conflict, and the shortest path between them is its explanation.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

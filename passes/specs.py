@@ -1,7 +1,5 @@
 """Every operator learns whether it becomes integer, with which dtype, and why."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

@@ -1,7 +1,5 @@
 """The integer model as a program of plain ATen operators: `torch.export`'s archive, or TorchScript."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -11,8 +11,6 @@ A limit that is missing here is unknown. For Bernoulli no limits are published. 
 are published. For Nash the published tables give dtypes rather than sizes.
 """
 
-from __future__ import annotations
-
 import csv
 from ast import literal_eval
 from fractions import Fraction

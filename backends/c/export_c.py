@@ -1,7 +1,5 @@
 """Writing an integer graph as a C99 program: a source, a header, a main, and optionally a file of weights."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The C forms of primitives, elementwise ones first, with quantization and dequantization at the ends of the integer part."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +9,8 @@ import torch
 from fxquant import primitives
 from fxquant.backends.c.program import C_TYPES, FORMS, VIEWS, Call, Value, Window, form
 
+
 # ---- Strides for reading tensors of different shapes together over common dimensions, with as few dimensions as possible ----
-
-
 def strides_of(shape: Sequence[int]) -> list[int]:
     """Return the strides of a contiguous tensor of this shape, in elements."""
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -180,8 +177,6 @@ def _joined(call: Call, input: Value, other: Value, operation: str) -> None:
 
 
 # ---- The C forms of primitives that move elements or index them ------------------------------------------------------
-
-
 MODES = {"zeros": 0, "border": 1, "reflection": 2}
 
 
@@ -279,8 +274,6 @@ def _sample(call: Call, input: Value, coordinates: Value, sizes: list[int], *set
 
 
 # ---- The C forms of sums of products, of window operators, and of reductions -----------------------------------------
-
-
 def _window(call: Call, input: Value, kernel: list[int], stride: list[int], before: list[int], dilation: list[int] | None = None) -> Window:
     """Return the window over the last dimensions; missing dimensions have size 1."""
     rank = len(kernel)
@@ -386,7 +379,6 @@ def _truth(call: Call, input: Value, dim: list[int], keepdim: bool, every: bool)
 
 
 # ---- The C forms that are one call -----------------------------------------------------------------------------------
-
 FORMS |= {
     primitives.quantization.quantize: lambda call, input, scale, low, high, dtype, zero_point=0: call.emit(
         "quantize", [input.dtype, call.dtype], call.count, input, float(scale.constant), low, high, zero_point

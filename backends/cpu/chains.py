@@ -4,8 +4,6 @@ In a program a register holds the last dimension of a node for some rows of its 
 Beside elementwise steps there are sums of products, parts of a register's columns, and moves from and to memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 import operator
 from collections import Counter

@@ -1,7 +1,5 @@
 """The kernels of `fxquant.training.fused_elementwise` in `joining.c`, for float32 tensors in CPU memory."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import partial
 

@@ -6,8 +6,6 @@ FXQUANT_NATIVE=0 disables them. FXQUANT_ISA=vnni leaves out the tiles of AMX, av
 The name of a cached library is a hash of the source, the compiler and the processor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

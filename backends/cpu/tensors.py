@@ -3,8 +3,6 @@
 oneDNN returns the sums as float32 integers, exact below 2^24. Images are processed in groups whose sums stay in the cache.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

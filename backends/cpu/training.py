@@ -1,7 +1,5 @@
 """The kernels of training.c for float32 tensors in CPU memory: passes of training, and the counts that observers take."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable, Sequence

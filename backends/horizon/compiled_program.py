@@ -1,7 +1,5 @@
 """The BPU programs inside a .bin file: their inputs and outputs, their results in the simulator, and their cost."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile
@@ -199,8 +197,6 @@ def _cost(summary: dict[str, Any]) -> CompiledCost:
 
 
 # ---- A compiled program in the vendor's simulator, as a form of a model that `verify` and `record` run ---------------
-
-
 QUANTIZED_MODEL = "_quantized_model.onnx"
 CHANNELS_LAST = ("bernoulli2",)  # marches whose programs take and return every image channels last
 

@@ -1,7 +1,5 @@
 """Export of an integer model as the folder that the vendor's compiler takes: the ONNX file, its configuration, the commands."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

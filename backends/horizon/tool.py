@@ -187,8 +187,6 @@ def failure(
 
 
 # ---- Runs the vendor's compiler on a folder that `export_horizon` wrote ----------------------------------------------
-
-
 LOG = "hb_mapper.log"
 
 

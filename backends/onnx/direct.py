@@ -4,8 +4,6 @@ They are the operators of the float parts of transformers: norms, attention, and
 has no others is written here. Any other run, and any call with arguments that no form here supports, is left to the exporter.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Write an integer graph as an ONNX file, in one of three styles, or a traced float model; the files are checked and complete."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +23,6 @@ from fxquant.support import logger
 from fxquant.support.files import Content, write_files
 
 # ---- files: complete or unchanged, and two for a model that is too large for one -------------------------------------
-
 LARGEST_FILE = 2**31 - 2**20  # a protobuf message is limited to 2 GiB; the remainder is for the graph
 SMALLEST_EXTERNAL = 1024  # bytes; smaller tensors stay in the model itself
 
@@ -97,8 +94,6 @@ def _check_files(written: Path, models: Mapping[str, onnx.ModelProto], folder: s
 
 
 # ---- styles: how the file of an integer model is written ---------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Style:
     """A way to write an integer model.

@@ -1,7 +1,5 @@
 """Float operators that PyTorch's ONNX exporter cannot write, expressed by others that it can: equal results up to rounding."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable

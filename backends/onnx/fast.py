@@ -3,8 +3,6 @@
 A kernel that differs from PyTorch here is written in the form of style "exact" instead, as the metadata and the log report.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 

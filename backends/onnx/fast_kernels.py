@@ -7,8 +7,6 @@ multiplication. Operators that only move or compare elements work on uint8 direc
 others are as in style "exact", on centred integers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any

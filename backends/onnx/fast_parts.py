@@ -1,7 +1,5 @@
 """Nodes that form one kernel of style "fast": sums and products of 8-bit tensors, and tables that float32 computes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -324,8 +324,6 @@ def _real(node: fx.Node) -> TensorFact:
 
 
 # ---- what determines the export of a region --------------------------------------------------------------------------
-
-
 class Region(NamedTuple):
     """A run of consecutive float nodes of an integer graph: no value leaves it and returns.
 
@@ -368,7 +366,6 @@ def settings_of(module: torch.nn.Module) -> Any:
 
 
 # ---- PyTorch's exporter, called without its remarks and by one thread at a time --------------------------------------
-
 _built: dict[Any, Any] = {}
 
 
@@ -422,8 +419,6 @@ _OF_THE_EXPORTER = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "t
 
 
 # ---- inputs of these facts for the exporter --------------------------------------------------------------------------
-
-
 def example_of(value: Any) -> Tensor | int:
     """Return the exporter's example for an input of this fact."""
     if isinstance(value, TensorFact):
@@ -439,8 +434,6 @@ def dynamic_of(value: Any) -> Any:
 
 
 # ---- opsets, and the exporter for old ones ---------------------------------------------------------------------------
-
-
 def opset_of(model: onnx.ModelProto) -> int:
     """Return the opset of ONNX's own operators in a model."""
     return int(next(entry.version for entry in model.opset_import if entry.domain == ""))
@@ -486,7 +479,6 @@ def by_the_older_exporter(part: fx.GraphModule, inputs: list[Any], outputs: int,
 
 
 # ---- whether a model computes what PyTorch does, which translation between opsets may change -------------------------
-
 LARGEST_DEVIATION = 1e-3  # relative to the largest value of an output: float32 sums in another order differ by some millionths of it
 
 
@@ -532,8 +524,6 @@ def random_value(described: Any, generator: torch.Generator) -> Any:
 
 
 # ---- one model for each of several independent parts -----------------------------------------------------------------
-
-
 def split(model: onnx.ModelProto, parts: Sequence[tuple[int, int]]) -> list[onnx.ModelProto]:
     """Return one model for each pair (number of inputs, number of outputs), in the order of the model's own inputs and outputs.
 

@@ -7,8 +7,6 @@ its dequantization stand next to each other. `horizon::HzQuantize` and `horizon:
 int16, and the scales of a weight that are not its largest magnitudes over 127.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ A linear layer is written as ToImage → Conv → FromImage. Slices, concatenati
 too, so that they stay in one program. The integers of a tensor, and its name, are unchanged.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -8,8 +8,6 @@ tensors keep their names. The results differ from those of the integer graph: fl
 choose other kernels. Below opset 21, whose QuantizeLinear is the first with int16, int16 tensors are integers in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inspection of an exported file: its graph as text, its constants, its shapes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar

@@ -13,8 +13,6 @@ manifest.json
     tensors     for each tensor between segments: its ONNX element type, its shape, and if quantized its scale, zero point and dtype
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -4,8 +4,6 @@ Requantization, table look-up and the splitting of wide sums are each one node t
 function. Every node of the integer graph is a value of equal name in the ONNX graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any
@@ -28,8 +26,6 @@ from fxquant.primitives.quantization import dequantize, quantize
 from fxquant.version import __version__
 
 # ---- The `Emitter` that collects ONNX nodes for the forms of primitives and operators --------------------------------
-
-
 DOMAIN = "fxquant"
 TYPES = {
     torch.float32: TensorProto.FLOAT, torch.float64: TensorProto.DOUBLE, torch.float16: TensorProto.FLOAT16, torch.int8: TensorProto.INT8,

@@ -1,7 +1,5 @@
 """python -m benchmarks.accuracy [--task …] [--network …] [--setting …] [--mode …] [--method …] [--seeds …] [--page]."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

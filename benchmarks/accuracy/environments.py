@@ -3,8 +3,6 @@
 python -m benchmarks.accuracy --install NNCF Brevitas     makes them in CACHE/environments
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The float checkpoints that all methods start from: trained once for a recipe, kept in a folder."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Calibrate, tune and train checkpoints with fxquant, and compute the outputs of the integer model."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any

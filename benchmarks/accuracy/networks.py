@@ -1,7 +1,5 @@
 """Small networks of the architectures that are quantized, as their authors write them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

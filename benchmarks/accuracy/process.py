@@ -3,8 +3,6 @@
 python -m benchmarks.accuracy.process PEER TASK NETWORK SEED SETTING MODE CACHE OUTPUT
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

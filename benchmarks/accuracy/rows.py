@@ -1,7 +1,5 @@
 """Rows of the table: a row is a checkpoint's task and network in a setting and a mode; its results are kept by a hash of their inputs."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import inspect

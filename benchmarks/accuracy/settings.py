@@ -1,7 +1,5 @@
 """In which numbers a network is quantized, and by which steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 CALIBRATION, TUNING, TRAINING = "calibration", "tuning", "training"

@@ -1,7 +1,5 @@
 """The table: a line for each row, fxquant beside the best peer, and who wins."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A task is a function of a seed: the seed chooses the split, the transformations 
 same tensors in every process. Sizes and noise were chosen on float networks alone.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The training of every method that trains: the same loss, batches, order, optimizer, steps and freezing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -8,8 +8,6 @@ its note says.
 FXQUANT_HORIZON names the folder of the vendor's tool. Minutes for one network.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import warnings

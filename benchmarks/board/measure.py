@@ -1,7 +1,5 @@
 """One network on one march, quantized by fxquant and by the vendor's own tool, and the row that compares both."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections import Counter

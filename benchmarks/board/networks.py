@@ -1,7 +1,5 @@
 """The float networks that both tools quantize, with photographs to calibrate and to test on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

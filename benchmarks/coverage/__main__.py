@@ -4,8 +4,6 @@ Every row runs something small, mostly on one network of three layers. Where tha
 `--page` writes docs/COVERAGE.md; `--only WORD` tries the rows that have it in their chapter or words.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """In depth, the API, the appendix with its operators, and PyTorch's own quantization."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

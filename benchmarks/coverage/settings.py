@@ -1,7 +1,5 @@
 """The qconfig, and calibration."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

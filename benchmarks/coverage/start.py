@@ -1,7 +1,5 @@
 """Introduction, terms, environment, quick start, and what a float model must be."""
 
-from __future__ import annotations
-
 import copy
 import enum
 import sys

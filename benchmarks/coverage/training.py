@@ -1,7 +1,5 @@
 """Quantization-aware training, heterogeneous models, accuracy tools, other devices, questions and mistakes."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ tensors, types. Each is read as its function reads it: an ONNX file is run, a ch
 longer than a minute, ends the process, or imports something is listed with its kind and its seed; the exit status is 1 then.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import tempfile

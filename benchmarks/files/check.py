@@ -1,7 +1,5 @@
 """Read damaged files; the outcome of each is refused, read or a defect."""
 
-from __future__ import annotations
-
 import atexit
 import copy
 import functools

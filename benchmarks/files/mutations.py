@@ -1,7 +1,5 @@
 """Damage to files: bytes, archives, JSON documents and ONNX models, one seeded change after the other."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -9,8 +9,6 @@ A model that fails is shrunk, and printed as a program that fails in the same wa
 failure, since some functions magnify the smallest error.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import random

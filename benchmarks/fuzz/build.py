@@ -1,7 +1,5 @@
 """A case becomes the text of a Python program, in blocks: the model, and what is done with it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 The functions of the contract are printed with a program that fails, so they use nothing but the names that `build.IMPORTS` has.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import linecache

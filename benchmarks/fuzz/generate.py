@@ -1,7 +1,5 @@
 """A seed becomes a case: a small description of a model, how it is quantized, and its checks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

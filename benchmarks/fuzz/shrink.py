@@ -4,8 +4,6 @@ Every candidate is a little smaller than the case it comes from; the first that 
 PyTorch refuses does not fail, so what is tried need not be known to fit.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """One way to write an operator in a random model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

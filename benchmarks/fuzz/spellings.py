@@ -3,8 +3,6 @@
 A line says nothing of what its operands have to be. It is tried in PyTorch, and what PyTorch refuses is drawn again.
 """
 
-from __future__ import annotations
-
 import inspect
 import operator
 import re

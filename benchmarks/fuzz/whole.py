@@ -1,7 +1,5 @@
 """Call forms of arithmetic on integers in a random model, whose inputs and outputs are float values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from benchmarks.fuzz.spelling import Spelling, spell

@@ -6,8 +6,6 @@ its file has to compute the integer model. A program that cannot be served has t
 FXQUANT_HORIZON programs are compiled by the vendor's tool, and simulated. The exit status is 1 if one does not pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """Compute a file of HzCalibration nodes, for marches whose compiler cannot be installed: a reference in onnx's evaluator."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The outcome that each program asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -13,8 +13,6 @@ Exit status 1 if there is a crash or a wrong result. Crashes, wrong results and 
 with --reasons. "of the lists" counts the spellings of operators that stand on Horizon's and PyTorch's public lists.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Layers as model code bases write them: call forms of operators that PyTorch has no name for."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

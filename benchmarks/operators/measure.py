@@ -1,7 +1,5 @@
 """One call form through the whole compiler: what becomes of its nodes, and whether the contract holds."""
 
-from __future__ import annotations
-
 import logging
 import math
 import tempfile

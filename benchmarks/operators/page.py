@@ -3,8 +3,6 @@
 What is in it is measured, a call form of each row on every target and all of them on the first; the records and the limits are read.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 

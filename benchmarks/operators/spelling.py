@@ -5,8 +5,6 @@ something, or the constructor of a module ("nn.Softmax(-1)"), which is called wi
 `__init__` ("F.prelu(x, {P(3)})"): a parameter P, a buffer B, or a module.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

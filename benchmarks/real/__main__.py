@@ -1,7 +1,5 @@
 """python -m benchmarks.real [--networks …] [--targets …] [--settings …] [--peers …]."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Published audio networks, with the parameter names of their checkpoints: CREPE (tiny), PESTO, silero VAD at 16 kHz, Resemblyzer."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

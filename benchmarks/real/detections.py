@@ -1,7 +1,5 @@
 """Decode the boxes of a detector, suppress overlapping ones, and score them against other boxes by F1."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ Zhang, Zhang, Li, Qiao: Joint Face Detection and Alignment Using Multitask Casca
 and the probabilities of no face and of a face, in one tensor of six channels.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

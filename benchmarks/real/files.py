@@ -1,7 +1,5 @@
 """Bytes of files that ship inside of wheels, and Magika, which tells their types."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

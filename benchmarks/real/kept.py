@@ -10,8 +10,6 @@ whose wheel is not installed is named with the pip command. One whose samples ar
 espeak-ng in place of synthetic ones, is not compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """One cell of the table: a network quantized by fxquant for a target, or by a peer."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The networks, a record each: how it is loaded, its inputs, and the meaning of agreement with the float network."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Crops of photographs that ship inside of wheels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

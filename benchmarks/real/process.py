@@ -3,8 +3,6 @@
 python -m benchmarks.real.process PEER NETWORK SETTING SAMPLES OUTPUT
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The table: a line for each network and setting, a column for each target and peer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from benchmarks.real.measure import Cell

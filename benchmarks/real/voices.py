@@ -1,7 +1,5 @@
 """Speech at 16 kHz: voices of espeak-ng, or a synthetic voice where that is not installed."""
 
-from __future__ import annotations
-
 import io
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Files inside of installed wheels, found without importing the packages, which ask for more than their files need."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

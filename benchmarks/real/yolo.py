@@ -4,8 +4,6 @@ Jocher, Chaurasia, Qiu: Ultralytics YOLOv8, 2023. Its output (N, 4 + classes, pl
 in 0 to 1 for each class. Every SiLU is written as its ONNX file has it, as a product with a sigmoid.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -9,8 +9,6 @@ The vendor's compiler and runtime are programs that are run: FXQUANT_HORIZON nam
 to the processor, or refuses, is named so and not compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 

@@ -1,7 +1,5 @@
 """Whole networks: compiled as they are exported, and compared at their outputs."""
 
-from __future__ import annotations
-
 import importlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Rows measured: several in one file, compiled once, and each compared with the integer graph."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The results as a table, in the terminal and as a page."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from rich.console import Console

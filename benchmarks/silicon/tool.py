@@ -1,7 +1,5 @@
 """Outputs of a compiled model in the vendor's runtime, by `fxquant.backends.horizon`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import onnx

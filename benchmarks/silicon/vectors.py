@@ -4,8 +4,6 @@ One file for each march and dtype holds, for rows of one network, the scales of 
 `weights.npz` the parameters of the rows, and `images.npz` the inputs. A network is built from these alone.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

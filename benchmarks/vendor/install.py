@@ -5,8 +5,6 @@ is proprietary; nothing of it becomes a part of fxquant. It declares PyTorch wit
 compile ONNX files: a module without contents takes its place, which saves 5 GB.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -17,8 +17,6 @@ One row for each class of Hugging Face's `transformers` in `hugging_face`: rando
 It needs the extra "zoo". The exit status is 1 if a model did not compile or a bit differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Random weights that are alive in a model nobody adapted: every parameter is drawn by what kind of thing it is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

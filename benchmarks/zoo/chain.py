@@ -1,7 +1,5 @@
 """A chain of residual blocks of any length, for measuring how compiling scales."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """DenseNet: every layer reads all that came before it, through a batch norm of its own that no convolution precedes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

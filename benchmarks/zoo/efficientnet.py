@@ -1,7 +1,5 @@
 """EfficientNet in B0's layout: SiLU, depthwise convolutions, squeeze-excitation, stochastic depth's residuals."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

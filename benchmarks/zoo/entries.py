@@ -1,7 +1,5 @@
 """The entries of the zoo: a live model, and real data to calibrate it and to test it with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Weights are random and alive (see `live`), nothing is downloaded. `transformers`
 when an entry is built.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

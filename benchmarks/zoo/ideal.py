@@ -5,8 +5,6 @@ else is rounded: norms, softmaxes and activations are computed in float from flo
 or the calibration's where tensors are rounded that are not here; what is lost here already is the network's own sensitivity.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

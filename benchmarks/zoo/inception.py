@@ -1,7 +1,5 @@
 """Inception: parallel branches of different kernels, some asymmetric, and a branch that averages."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Weights that are alive: a network whose values have collapsed to zero agrees with anything."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Measure a model that nobody adapted: one row of `python -m benchmarks.zoo`."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections import Counter

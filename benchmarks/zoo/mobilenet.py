@@ -1,7 +1,5 @@
 """MobileNetV2 and MobileNetV3-small, in torchvision's shape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Real images, and signals and clips cut from such images: nothing is downloaded, nothing is kept on disk."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

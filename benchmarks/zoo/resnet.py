@@ -1,7 +1,5 @@
 """ResNet-18 and ResNet-50 as torchvision has them, parameter names included."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Networks for sequences: a convolutional one for signals, a vision transformer, and a block of Swin and of a Conformer."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """ShuffleNetV2: half of the channels pass by, and the halves are shuffled."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

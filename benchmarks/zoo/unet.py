@@ -1,7 +1,5 @@
 """U-Net: down by pooling, up by transposed convolution, and what was seen on the way down concatenated on the way up."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

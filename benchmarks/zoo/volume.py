@@ -1,7 +1,5 @@
 """A network for clips: three dimensions, residual blocks, pooling over time and space."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

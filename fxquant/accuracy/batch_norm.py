@@ -1,7 +1,5 @@
 """Batch norm re-estimation: compute running statistics again from the results of the quantized weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ All corrections together, and half of each, are then judged by the outputs of th
 the two is kept, and neither where the noise does not clearly fall.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict

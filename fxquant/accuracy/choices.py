@@ -3,8 +3,6 @@
 A *choice* is the weight of a layer, or a quantized tensor, or a group of tensors with one scale, whose operator demands no dtype.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -271,8 +269,6 @@ def _operands(operator: QuantizedOperator | None) -> list[Quantizer]:
 
 
 # ---- A prepared model while it is tuned: in VALIDATE, without dropout and autocast, and as it was if anything is raised ----
-
-
 class Tuned(NamedTuple):
     """A prepared model that is being tuned, its operators by name, and a function that undoes all changes."""
 

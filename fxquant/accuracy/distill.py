@@ -15,8 +15,6 @@ The outputs of a few samples determine less than all layers have to learn. So th
 x' = (1 - λ) x_i + λ x_j, with targets of the teacher, and images are shifted by up to an eighth of their size, reflected at the edges.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

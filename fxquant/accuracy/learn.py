@@ -1,7 +1,5 @@
 """Tune units one after the other, with a checkpoint after each: `adaround` layer by layer, `reconstruct` block by block."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence

@@ -143,8 +143,6 @@ def support(after: Noise, before: Noise) -> float:
 
 
 # ---- Parts of outputs: a fact of the graph -------------------------------------------------------------------------------
-
-
 class Parts:
     """The parts of a model's outputs, of a prepared model or a traced graph.
 

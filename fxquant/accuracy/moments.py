@@ -6,8 +6,6 @@ B is the result of `output_effects`, in squares of the layer's steps, or, if the
 by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -4,8 +4,6 @@ Observed values are those of the float model, so they do not depend on integer d
 into it, its shape, the interval that its readers distinguish, and the tensors whose scale it shares. Parameters are not compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Observe the batches that set scales: in the float model, batch by batch, and of all ranks together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -128,8 +126,6 @@ def _read(operator: QuantizedOperator) -> Iterator[Quantizer]:
 
 
 # ---- Inputs whose values are lost to rounding -------------------------------------------------------------------------
-
-
 LOST = 0.5  # the share of an input's values that are not 0, and become 0
 WIDE = "int16"
 

@@ -13,8 +13,6 @@ make up its squared error, so no observer cuts them off, but often they do the s
 16 bits, all of them together: the squares whose root is a spectrogram.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -5,8 +5,6 @@ batches. In training, DistributedDataParallel's `broadcast_buffers` gives every 
 forward pass.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any

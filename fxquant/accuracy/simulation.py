@@ -1,7 +1,5 @@
 """Chosen tensors and weights of a prepared model rounded, without preparing it again."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Put operators into states, and observe the batches that set their scales."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import index
@@ -280,8 +278,6 @@ def _half_step(quantizer: Quantizer) -> float:
 
 
 # ---- Read, set and freeze the scales of a prepared model -------------------------------------------------------------
-
-
 INTERMEDIATE = ".intermediate"  # after an operator's name: the tensor that its residual is added to
 
 

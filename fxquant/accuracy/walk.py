@@ -4,8 +4,6 @@ The result of a node is kept for every sample until all its readers have run, so
 through the graph, twice, for all samples; no gradient is kept.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -278,8 +276,6 @@ def by_channel(result: Tensor, channels: int, rank: int) -> Tensor | None:
 
 
 # ---- The unit of tuning: a layer with the function after it ----------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Unit:
     """Nodes of a prepared model, in the order they run, and their roles.

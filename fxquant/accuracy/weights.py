@@ -513,8 +513,6 @@ def _held(prepared: fx.GraphModule, node: fx.Node, values: Values) -> tuple[Tens
 
 
 # ---- The gain of a layer's results: how much larger they are in integers than in float, as far as samples tell that from noise ----
-
-
 def gain_of(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], channels: int, rank: int) -> Tensor | None:
     """Return the ratio of integer to float results, (C,), or (1,) for one scale; None if the result does not have the weight's channels."""
     product, power, noise, places = (torch.zeros(channels, dtype=torch.float64, device="cpu") for _ in range(4))

@@ -1,7 +1,5 @@
 """Explain a model on a target: why nodes are integer or float, with which dtype and scale, by which kernels; and which limits it breaks."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,8 +109,6 @@ def summary(all_layers: tuple[Layer, ...]) -> str:
 
 
 # ---- how each operator of an integer model is computed on this machine ----------------------------------------------
-
-
 @dataclass(frozen=True)
 class OperatorRun:
     """The computation of one operator of an integer model on this machine: by kernels, or by its primitives, and why."""
@@ -211,8 +207,6 @@ def _run_once(model: fx.GraphModule, runner: Runner) -> dict[fx.Node, Choice]:
 
 
 # ---- the limits of a target: every one that is broken, where, and what to do about it --------------------------------
-
-
 @dataclass(frozen=True)
 class Breach:
     """A limit that an operator breaks: the values that are not allowed, and the sentence that says so."""

@@ -1,7 +1,5 @@
 """The facts of a model's operators, as values: the common source of `explain`, `check`, `inspect` and every report; and its segments."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import math
@@ -187,7 +185,6 @@ def _layer(
 
 
 # ---- operators that hold several tensors on one grid, which is coarser than theirs -----------------------------------
-
 CLEARLY = 6.0  # dB: half of the steps
 
 
@@ -218,8 +215,6 @@ def description(parts: tuple[tuple[str, float], ...]) -> str:
 
 
 # ---- the operations of a recurrence that are alike at each of its steps ----------------------------------------------
-
-
 def alike(all_layers: tuple[Layer, ...]) -> list[tuple[Layer, list[Layer]]]:
     """Return pairs of a layer and its repetitions: in a recurrence, a layer of the first step and its counterparts at later steps."""
     grouped: list[tuple[Layer, list[Layer]]] = []

@@ -4,8 +4,6 @@ A measure is a function of a `Site` that returns values, and a limit must hold f
 for another operator, or for a size that depends on the batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -270,8 +270,6 @@ def outputs(result: Any) -> Values:
 
 
 # ---- The boundaries between float operators on the host and the integer segments of a model --------------------------
-
-
 def crossings(model: fx.GraphModule) -> list[str]:
     """Return the names of tensors that float operators pass to integers; a dynamic layer gets float values, which it quantizes itself."""
     return [node.name for node in model.graph.nodes if _is_handed(model, node)]

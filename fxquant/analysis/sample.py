@@ -1,7 +1,5 @@
 """Samples and batches for a model from a file of arrays, or drawn at random over the range of its inputs."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Sequence

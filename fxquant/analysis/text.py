@@ -3,8 +3,6 @@
 %conv1 = conv2d(%x, %conv1_weight, stride=2, padding=1)   f32[B,8,4,4]   int8 s=0.02351 g1   # conv1, bn1, relu
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect
@@ -181,8 +179,6 @@ def _comment(node: fx.Node, kernels: bool) -> str:
 
 
 # ---- A text as a graph: it holds no values of parameters, no modules, no rules of the qconfig, and four digits of a float -------------
-
-
 @checked(written=TEXT, attributes=instance("a dict of tensors and modules by their paths", dict).or_none("parameters are zeros"))
 def parse(written: str, attributes: Mapping[str, Any] | None = None) -> fx.GraphModule:
     """Return the canonical, annotated, bounded or integer graph of a text of `fxq.text`: text in, pass, text out is a test of a pass.

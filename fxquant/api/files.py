@@ -1,7 +1,5 @@
 """Write models to files, and load them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

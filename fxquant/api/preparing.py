@@ -1,7 +1,5 @@
 """Prepare a float model, check it before, calibrate it, and convert it to integers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -287,8 +285,6 @@ def _interrupted(prepared: fx.GraphModule, batches: int) -> str:
 
 
 # ---- Convert a prepared model to its integer model -------------------------------------------------------------------
-
-
 @checked()
 def convert(
     prepared: fx.GraphModule, *, kernels: str = "auto", until: str | Stage | None = None, options: Options = DEFAULTS

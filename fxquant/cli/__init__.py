@@ -6,8 +6,6 @@ factories      the model that a command names, and options that commands share
 quantizing     the run of `quantize`, its table and its JSON summary
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

@@ -1,7 +1,5 @@
 """The model that a command names, package.module:factory, and the options that commands share."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib

@@ -1,7 +1,5 @@
 """The commands that work on files: inspect, diff, report, segments, export and verify."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import inspect

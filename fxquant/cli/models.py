@@ -1,7 +1,5 @@
 """The commands that take a model from Python to files, quantize and check, and the one that checks a board: conformance."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`fxquant quantize`: from the name of a model to its files, its report and its summary."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

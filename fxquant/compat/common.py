@@ -1,7 +1,5 @@
 """Shared code of the layers over other toolkits: refusals of names and arguments, reading of attributes, tracing, running of programs."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

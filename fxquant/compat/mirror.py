@@ -7,8 +7,6 @@ Tables that cover a part of an installed toolkit (`partly`) leave the rest to it
 module without rows. The toolkit's own modules must import its own functions, so `aside` replaces the mirrors while one is executed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.machinery

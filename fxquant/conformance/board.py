@@ -13,8 +13,6 @@ Of a conformance kit, copy the folder of results back, and run `fxquant conforma
 HB_ONNXRuntime runs the quantized models in a kit: `--runtime HB_ONNXRuntime`.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -27,9 +25,8 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 
+
 # ---- runtimes: a function that loads a program, and returns one from inputs to outputs, both by name -----------------
-
-
 def named(outputs: Any, data: str) -> Any:
     """Return the arrays in this attribute of outputs, by name; by number if the runtime gives no names."""
     return {getattr(output, "name", "") or index: getattr(output, data) for index, output in enumerate(outputs)}

@@ -1,7 +1,5 @@
 """Writing of folders for a board: programs, inputs, expected results; of a user's model, or of the probes of a conformance kit."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import logging
@@ -38,7 +36,6 @@ from fxquant.support.progress import progress, working
 from fxquant.target import Target
 
 # ---- operators as networks that are compiled together, and the images that they are compared on ----------------------
-
 TOGETHER = 40  # rows in one file
 REACH = 2.5  # the range of calibration's images
 SCALES = ("observed", "powers of two")
@@ -109,7 +106,6 @@ def output_steps(integer: fx.GraphModule) -> list[Tensor | None]:
 
 
 # ---- networks that the vendor's tool compiles, and their operators on the processor ----------------------------------
-
 MOVING = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")  # operators that change no value
 
 

@@ -1,7 +1,5 @@
 """The manifest of a conformance kit, and validated reading of a kit's files."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

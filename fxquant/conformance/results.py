@@ -1,7 +1,5 @@
 """Comparison of a board's results with the expected integers: per operator, whether they are equal, and which variants fit if not."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -32,9 +30,8 @@ from fxquant.support.files import write_file
 from fxquant.support.progress import progress
 from fxquant.target import Target
 
+
 # ---- A kit's models: the integers of a program, computed by its target's arithmetic or a variant of it ---------------
-
-
 def model_of(kit: Kit, program: ProbeProgram) -> fx.GraphModule:
     """Return the prepared model of a program. Raises ExportError if the kit is damaged."""
     return load(kit.file(f"{manifest.MODELS}/{program.name}.fxq"))  # type: ignore[no-any-return]

@@ -1,7 +1,5 @@
 """The operators, a small network each: after a convolution or, for two operands, after two convolutions of different scales."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

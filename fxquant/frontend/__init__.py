@@ -12,8 +12,6 @@ stays. The modules are identities until `gradients.attach` restores them between
 tensors: a custom function runs once more in float, for the context that its backward needs. `integer.lower` drops all of them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

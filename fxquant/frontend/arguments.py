@@ -1,7 +1,5 @@
 """The arguments of one call: as graph arguments, and as a key under which its result is cached."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -13,8 +11,6 @@ from fxquant.frontend.values import Aliases, BatchFloat, BatchInt, BatchNumber, 
 from fxquant.ir import functional
 
 # ---- In-place operations: a graph changes nothing in place, so the Python object refers to another node from then on ----
-
-
 Record = Callable[[str, Any, Callable[..., Any], Any, Any], Any]  # records an operation: op, target, function, args, kwargs -> its result
 
 

@@ -1,7 +1,5 @@
 """Accept a model for a trace, or refuse it before any work; and find the batch sizes for which a graph holds, or fix one."""
 
-from __future__ import annotations
-
 import bisect
 import operator
 import re
@@ -25,8 +23,6 @@ from fxquant.ir.model import Model
 from fxquant.support import logger
 
 # ---- `torch.export` programs as models: ATen operators in PyTorch's call forms, so that they are traced like any module ----
-
-
 _READ = "fxquant.exported"  # in meta of a module that `module_of` made
 LOST_GRADIENTS = "lost_gradients"  # in `meta` of a model: sentences about gradients that TRAIN cannot have
 _LOST = (
@@ -409,8 +405,6 @@ class _Runner:
 
 
 # ---- a graph at one batch size: every size in it is a number ---------------------------------------------------------
-
-
 def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
     """Return a traced or integer model at `batch_size`, as if traced with `dynamic_shapes={}`; it shares the parameters.
 

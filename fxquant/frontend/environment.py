@@ -36,8 +36,6 @@ from fxquant.ir.model import autocast_off
 from fxquant.support.files import free_in_child
 
 # ---- The line of the user's code that is being executed, found quickly -----------------------------------------------
-
-
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
 
 
@@ -190,8 +188,6 @@ def _keeps_to_itself(record: logging.LogRecord) -> Any:
 
 
 # ---- replacing, for as long as anyone traces -------------------------------------------------------------------------
-
-
 _ABSENT = object()
 
 

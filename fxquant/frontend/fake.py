@@ -141,7 +141,6 @@ class Evaluator:
 
 
 # ---- the arguments at one batch size, and where a result lies in memory ----------------------------------------------
-
 Content = Callable[[torch.Tensor], torch.Tensor]  # what stands for a fake tensor of unknown content
 
 
@@ -215,7 +214,6 @@ def _has_values(template: Any) -> bool:
 
 
 # ---- one operation, from the cache where it has been evaluated -------------------------------------------------------
-
 READS_CONTENT = frozenset((
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "numpy", "__array__", "is_nonzero",
     "__contains__",
@@ -257,7 +255,6 @@ def _run(evaluator: Evaluator, name: str, function: Callable[..., Any], args: An
 
 
 # ---- the result of a batch norm, which PyTorch computes by about fifteen operators on tensors without values ---------
-
 _DIMENSIONS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 
 

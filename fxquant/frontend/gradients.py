@@ -5,8 +5,6 @@ return self.b(y)                           %detach = call_method detach(%a)
                                            %b = call_module b(%detach)
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping

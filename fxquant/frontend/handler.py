@@ -1,7 +1,5 @@
 """Turn calls on traced tensors into nodes, which happens here alone: calls of operations, and of modules that stay whole."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import functools
@@ -391,8 +389,6 @@ def new_graph() -> fx.Graph:
 
 
 # ---- modules that stay whole: which ones do, how they are recorded, and what their results depend on -----------------
-
-
 LeafRule = Callable[[nn.Module, str], bool]
 
 _CONTAINERS = (

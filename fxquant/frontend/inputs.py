@@ -217,8 +217,6 @@ def _names(form: Form) -> Iterator[str]:
 
 
 # ---- Which dimension of each example input is the batch: what `dynamic_shapes` says, in the forms that `torch.export` takes ----
-
-
 _HINT = type(Dim.AUTO)
 _FORMS = "a tuple by argument, or a dict by name: options=fxq.Options(dynamic_shapes=({1: torch.export.Dim('batch')},))"
 
@@ -452,8 +450,6 @@ _BUILT_IN = {"Ellipsis"} | {
 
 
 # ---- requirements on the tensors: they are dense and have values -----------------------------------------------------
-
-
 def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]], compared: bool = True) -> None:
     """Raise ConfigurationError for example inputs that are sparse or nested, and for inputs or parameters without values.
 

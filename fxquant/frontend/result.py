@@ -373,7 +373,6 @@ def note_state(module: fx.GraphModule, state: MovedState, recording: Handler, un
 
 
 # ---- the effects of a model's own `train` besides train mode, kept by name -------------------------------------------
-
 SHOWN = 8  # names in a sentence
 
 

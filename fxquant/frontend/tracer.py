@@ -1,7 +1,5 @@
 """Trace a model once, at one pair of batch sizes, with the structure of its result; compare traces with each other and with the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from types import MappingProxyType
@@ -311,8 +309,6 @@ def _placeholder(handler: Handler, name: str, example: torch.Tensor, axis: int |
 
 
 # ---- checks that a trace means what the model means, at every batch size ---------------------------------------------
-
-
 _FIX = "keep batch sizes as x.shape[0] or x.size(0) gives them, or trace with options=fxq.Options(dynamic_shapes={}) to fix the batch size"
 
 

@@ -229,8 +229,6 @@ for _function in ON_TENSORS:
 
 
 # ---- numbers that depend on the batch size -------------------------------------------------------------------------
-
-
 class BatchNumber:
     """The base class of `BatchInt` and `BatchFloat`: numbers that depend on the batch size, whose arithmetic is recorded."""
 
@@ -309,8 +307,6 @@ def refuse(what: str, because: str, remedy: str, at: Any = None) -> NoReturn:
 
 
 # ---- results whose facts are not known before the graph runs ---------------------------------------------------------
-
-
 UNKNOWN = object()  # the template of such a result
 
 

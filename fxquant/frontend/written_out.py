@@ -9,8 +9,6 @@ those others (`written_out`): each form has the arguments of the function that i
 NotImplemented, the function itself is recorded with these arguments. `spelling_of` gives the call form of anything else.
 """
 
-from __future__ import annotations
-
 import builtins
 import functools
 import inspect
@@ -389,8 +387,6 @@ def _corrcoef(input: Tensor) -> Any:
 
 
 # ---- The call form of a PyTorch function in the graph: a method, an operator or a function ---------------------------
-
-
 @dataclass(frozen=True)
 class Spelling:
     """One entry of the graph's vocabulary."""

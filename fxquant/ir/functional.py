@@ -1,7 +1,5 @@
 """Functions that graphs call: out-of-place forms of in-place operations, and the stubs of models written for eager mode."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

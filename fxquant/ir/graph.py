@@ -184,8 +184,6 @@ def tie(node: fx.Node, name: str) -> None:
 
 
 # ---- what quantization knows about a node ----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Annotation:
     """Whether a node becomes integer, and why."""
@@ -326,7 +324,6 @@ def is_deployed(model: Any) -> bool:
 
 
 # ---- facts under one key each: the function that reads it, and the one that writes it --------------------------------
-
 fact: Reads[Any] = reads("fact", None)  # its `TensorFact`, or a nest of them, or a number; None if nothing is known
 set_fact = writes("fact", object)
 source = reads("source", "")  # the user's line: "model.py:41 in forward:  y = self.act(y)"
@@ -488,8 +485,6 @@ class Code(CodeGen):
 
 
 # ---- running a graph node by node, with the arguments that its generated code would give each call -------------------
-
-
 def computed(model: nn.Module, node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
     """Call a node's function, method or module with the values of the nodes it reads; return the result."""
     args, kwargs = arguments_of(node, value)
@@ -539,8 +534,6 @@ class Interpreter(fx.Interpreter):
 
 
 # ---- copies of module trees: tensors of their own, everything once ---------------------------------------------------
-
-
 def copy_parameters(module: torch.nn.Module) -> torch.nn.Module:
     """Copy a module tree: modules, tensors and containers are copied, other objects are shared. The copy's root has no hooks.
 

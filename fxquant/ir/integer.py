@@ -7,8 +7,6 @@ notes       facts recorded while lowering, as the bits of an accumulator
 kernel      the kernel that computes a node, and the nodes computed with it
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

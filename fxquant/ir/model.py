@@ -464,8 +464,6 @@ def _tensors(inputs: Any) -> list[Tensor]:
 
 
 # ---- what holds while something is compiled or run -------------------------------------------------------------------
-
-
 class _Collection:
     """The threads whose compilations have paused the garbage collection, and whether it was on before the first."""
 

@@ -202,7 +202,6 @@ def is_primitive(node: fx.Node) -> bool:
 
 
 # ---- sums of products, the proof of their requantization, and tables of all bytes ----------------------------------------
-
 AROUND = (-1, 0, 1, 2)  # of the sum below a step of the result, those that are compared
 
 

@@ -5,8 +5,6 @@ memory that is shared with another process. So memory is compared as well. A sma
 model, every call compares samples of every tensor, and the rest by turns. `EACH_CALL` bounds the bytes that a call compares.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

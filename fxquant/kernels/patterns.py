@@ -1,7 +1,5 @@
 """The patterns of primitives that kernels replace. A pattern depends on the graph alone, and is the same on every machine."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

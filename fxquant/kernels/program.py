@@ -1,7 +1,5 @@
 """An integer model as steps for inputs of certain sizes and strides: kernels on held tensors, primitives where no kernel applies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The lowerings that compute values: as primitives mean them, and, with the same bits, by fused kernels where a prepared model runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -32,7 +32,6 @@ from fxquant.quantization.weights import BatchNorm, WeightQuantizer
 from fxquant.training import fused_layers
 
 # ---- how an accumulator becomes a quantized tensor -------------------------------------------------------------------
-
 Found = TypeVar("Found")
 Clamp = tuple[float | None, float | None]
 
@@ -434,8 +433,6 @@ def limited(value: Tensor, interval: grids.Interval) -> Tensor:
 
 
 # ---- parameters that are not finite, and their names in errors -------------------------------------------------------
-
-
 def first_not_finite(parameters: Mapping[str, Tensor | None]) -> str | None:
     """Return a text that names the first tensor with NaN or infinite values; None if all are finite. The keys are the names."""
     for name, value in parameters.items():

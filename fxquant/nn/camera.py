@@ -7,8 +7,6 @@ Conventions, for 8 bits a channel: "full" swing has Y, U and V in 0…255, "stud
 on 128, and `centred` subtracts 128 from every channel, so that a byte becomes the int8 of the image inputs of the BPU targets.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence
@@ -178,8 +176,6 @@ def split_nv12(buffer: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ---- The colours of a camera in front of an integer model ------------------------------------------------------------
-
-
 COLOURS = such(
     "numbers of red, green and blue", lambda values: tuple(map(float, values)), lambda values: sum(map(math.isfinite, values)) == 3
 )

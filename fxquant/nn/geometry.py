@@ -1,7 +1,5 @@
 """Sampling and comparison of feature maps at computed positions, boxes, points in bird's-eye-view maps, and functions as tables."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -157,8 +155,6 @@ class MultiScaleDeformableAttention(nn.Module):
 
 
 # ---- Boxes: the anchors of a detector, and post-processing of its outputs. On the host, in float: choices depend on data
-
-
 class AnchorGenerator(nn.Module):
     """The reference boxes x1 y1 x2 y2 of a detector: for each feature map (N, C, H, W) of a list, (H·W·anchors, 4), row by row.
 
@@ -223,8 +219,6 @@ class DetectionPostProcess(nn.Module):
 
 
 # ---- Scatter of points to bird's-eye-view maps. The positions of elements are data, so these run in float ------------
-
-
 class PointPillarsScatter(nn.Module):
     """Features of pillars (P, C) at coordinates (P, 4), batch, z, y, x, as maps (batch, C, H, W); 0 in cells without a pillar.
 

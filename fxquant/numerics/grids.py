@@ -385,8 +385,6 @@ def bits_of(bound: float) -> int:
 
 
 # ---- Rescale: exact ratios of scales, and the multipliers and shifts that *fixed*, *real* and narrow sums make of them ----
-
-
 NARROW_BITS = 14  # of a step, in the sums of ARITHMETIC.md, section 21
 LARGEST_NARROW_MULTIPLIER = 2**NARROW_BITS
 

@@ -1,7 +1,5 @@
 """Batches as users have them, and the model's inputs as it takes them."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping

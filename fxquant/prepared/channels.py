@@ -5,8 +5,6 @@ multiplied into its parameters. It passes through positively homogeneous functio
 the weights of every layer that reads it. Channels that any other operator makes or reads have the label 0, and no factor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Float operators that only copy elements, written as the primitives that copy integers, which keep the bits of floats as well."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A call of a module is recorded in the trace by the names of the tensors that it 
 are inside of fused operators. A hook that reads such a tensor cannot fire, and its registration raises an error.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -88,8 +86,6 @@ class Uncallable:
 
 
 # ---- from the names of the trace to those of the prepared graph ------------------------------------------------------
-
-
 def attach_hooks(prepared: fx.GraphModule, traced: fx.Graph) -> None:
     """Make hooks on the modules of a prepared model fire; `traced` is the graph that it was made from."""
     calls: Iterable[Call] = itertools.starmap(Call, prepared.meta.get(CALLS, ()))

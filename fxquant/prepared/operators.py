@@ -1,7 +1,5 @@
 """The operators of a prepared model."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator, Mapping, MutableMapping

@@ -1,7 +1,5 @@
 """Stages: which nodes a graph may hold, and when. Checked after every pass."""
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Callable, Iterator
@@ -235,8 +233,6 @@ def verify_stage(gm: fx.GraphModule, stage: Stage, made_by: str) -> None:
 
 
 # ---- The facts of one node, at whatever stage its graph is: what it calls, and the scale and dtype of its result -----
-
-
 def called(model: fx.GraphModule, node: fx.Node) -> str:
     """Return the name of the operator, primitive, function, method or class of module that a node calls."""
     operator = record_of(model, node)

@@ -26,8 +26,6 @@ is what fusions, writers and kernels ask for, and its rule for zero points is a 
 tests/pages/test_listed_names.py finds lists of names elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

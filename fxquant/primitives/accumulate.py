@@ -6,8 +6,6 @@ matrix product is formed in float64; a convolution, which runtimes have in float
 convolutions of parts of the operand's and the weight's bits, each below 2^24.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ The two arithmetics here are specified in backends/bpu/ARITHMETIC.md, sections 8
 the primitives that it composes, and how.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol

@@ -1,7 +1,5 @@
 """Comparisons of integers, logical operations on booleans, and selection by a boolean condition."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

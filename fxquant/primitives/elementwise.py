@@ -1,7 +1,5 @@
 """Elementwise primitives: alignment of operands to a common scale, sums, products, clamps and lookup tables."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Reductions: sums and maxima over windows and over dimensions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Positions of the largest elements of windows, and unpooling by such positions."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Products of activations with each other, and with one factor per channel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ alone, primitive by primitive, without trusting the graph's annotations. `conver
 in this way, by the rules of the stage INTEGER.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

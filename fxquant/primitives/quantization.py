@@ -4,8 +4,6 @@ There are two arithmetics of requantization, *fixed* and *real*. Their parameter
 `numerics.grids.real_multiplier`, shaped to broadcast against the accumulator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -246,7 +244,6 @@ def onnx_rounded(
 
 
 # ---- the arithmetics of requantization, and the primitives of accumulators -------------------------------------------
-
 HALF_STEP, NEAREST_HALF_STEP = "half_step", "nearest_half_step"
 HALF_STEPS = (HALF_STEP, NEAREST_HALF_STEP)
 HALF_AWAY, HALF_EVEN = "half_away", "half_even"

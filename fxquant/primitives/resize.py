@@ -1,7 +1,5 @@
 """Products with matrices along dimensions: linear interpolation, windows of unequal sizes, overlapping sums."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ The operand's grid is that of ONNX's DynamicQuantizeLinear, uint8 with one scale
 are constants. Every step is one operation of IEEE float32, or exact.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Sampling of an image between its pixels, at coordinates that are integers in steps of 2^-bits of a pixel."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -3,8 +3,6 @@
 A source and its index have equal shapes, so no place gets more elements than the source has along the dimension.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

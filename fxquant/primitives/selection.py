@@ -3,8 +3,6 @@
 Where elements are ranked, the first of equal ones comes first.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

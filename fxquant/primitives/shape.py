@@ -1,7 +1,5 @@
 """Primitives that move or copy integers without arithmetic, for any integer dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

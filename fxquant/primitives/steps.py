@@ -4,8 +4,6 @@ A register holds one integer of every element, or one float32 number. `Writer` c
 a function `steps` that writes it. The integers have 32 bits, or 64 where a primitive says that it needs them.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

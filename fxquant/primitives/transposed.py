@@ -3,8 +3,6 @@
 As in `accumulate`, sums stay below 2^24; in the `*_wide` form, the sums of parts of the operand's and the weight's bits do.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Division is computed from the remainder, which has the sign of the divisor: runt
 different ways.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

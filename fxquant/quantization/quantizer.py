@@ -1,7 +1,5 @@
 """A quantizer: the dtype, scale and zero point of one tensor (or of a group that shares them), and the observer that chooses them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -330,8 +330,6 @@ class State(enum.Enum):
 
 
 # ---- where a QConfig applies: rules by name, pattern, type or function, and the attribute of a module ----------------
-
-
 Chosen = QConfig | None  # None keeps the operator in float
 
 

@@ -8,8 +8,6 @@
 An operator has one weight quantizer. A constant operand is quantized in the same way, with a single scale.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -403,8 +401,6 @@ def _update_running(batch_norm: BatchNorm, mean: Tensor, variance: Tensor, count
 
 
 # ---- Channel factors: powers of two that channels of a prepared model are multiplied by, and divided by where they are read
-
-
 LARGEST_EXPONENT = 16  # of either sign
 
 

@@ -4,8 +4,6 @@ A sum of parts is a chain: each part adds the one before it in its accumulator, 
 against one convolution is the rounding of the intermediate sums, which are 16 bits wide if the target supports it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

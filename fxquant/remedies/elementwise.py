@@ -1,7 +1,5 @@
 """Sums, products, activations and concatenations that a target does not support directly, and layers of one dimension."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -144,8 +142,6 @@ def narrowed(b: Rewriting) -> fx.Node | None:
 
 
 # ---- activations without a table, by relu, relu6, sums and products --------------------------------------------------
-
-
 @remedy("of relu6", "hardsigmoid hardswish", None)
 def of_relu6(b: Rewriting) -> fx.Node | None:
     """Return relu6(x + 3) / 6, and for hardswish times x."""

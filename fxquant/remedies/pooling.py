@@ -1,7 +1,5 @@
 """Pooling in steps: means of means and maxima of maxima, and reductions of several dimensions as poolings."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The builder that a remedy receives, and the table of all remedies."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -8,8 +8,6 @@ tensor alone adds to the outputs is measured, so the gain there follows:
 Advice that gains less than `MIN_GAIN_DB` dB, or concerns noise too small to matter at the outputs, is left out. A healthy model has none.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -240,8 +238,6 @@ def grid_text(grid: QParams | None) -> str:
 
 
 # ---- tensors, or channels of one, on one grid that is too coarse for some of them ------------------------------------
-
-
 FEW_STEPS = 4.0  # that a channel reaches, with less than about 15 dB
 ASKED = 8  # tensors whose channels are looked at, at most
 

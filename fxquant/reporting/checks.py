@@ -4,8 +4,6 @@ They cover operators that were not fused, modules that are called several times,
 also cover memory, values that are far apart or not finite, where operators run, and how weights differ.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple

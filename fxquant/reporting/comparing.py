@@ -1,7 +1,5 @@
 """Comparison of two forms of a model tensor by tensor: errors, causes, and advice."""
 
-from __future__ import annotations
-
 import html
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Estimate the cost of a model on a chip: products and bytes of each operator, against the peak rates of the chip."""
 
-from __future__ import annotations
-
 import html
 import math
 import os

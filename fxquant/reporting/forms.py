@@ -3,8 +3,6 @@
 `form_of` opens whatever people pass: a float model, a graph at any stage, the path of an ONNX file.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace

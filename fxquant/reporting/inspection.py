@@ -1,7 +1,5 @@
 """The contents of a saved model or an exported ONNX file, for the command line: a description, and the difference of two."""
 
-from __future__ import annotations
-
 import difflib
 import html
 import math

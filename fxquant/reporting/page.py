@@ -1,7 +1,5 @@
 """A model as one HTML file that needs no network."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -269,8 +267,6 @@ def report(
 
 
 # ---- Where each operator of the graph is drawn: a row for every step of the longest path, from top to bottom ---------
-
-
 SWEEPS = 4  # in which the places in a row follow those of the neighbours
 SIDE, LANE = 0.6, 0.2  # how far an edge that passes rows bends to the side, and how much further each that passes beside it
 TURN = 0.4  # of a row: how far below a box's middle an edge turns

@@ -1,7 +1,5 @@
 """Findings as rows: they iterate, print as a table, and are shown as one in a notebook."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Sequence

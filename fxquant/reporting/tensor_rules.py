@@ -3,8 +3,6 @@
 A rule returns the cause, the cure, and the share of the tensor's own error that the cure would leave.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ The effect of a set of errors on the outputs is measured: they are added to the 
 Errors of different layers are hardly correlated, so their shares of the outputs' noise add up.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

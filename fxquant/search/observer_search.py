@@ -1,7 +1,5 @@
 """A search over observers, from one calibration; the vendor's tool has it as auto calibration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial

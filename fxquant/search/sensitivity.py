@@ -6,8 +6,6 @@ estimated    E_v Σᵢ (∂(v·y)/∂xᵢ)² (x'ᵢ - xᵢ)² / Σy²,  v = ±1 
              HAWQ, and Choi et al. 2017 use the curvature in this way); one pass backward serves all tensors and all dtypes
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

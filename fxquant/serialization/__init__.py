@@ -4,8 +4,6 @@ A file holds no code. Call targets and classes are names from closed tables, so 
 nothing and runs nothing that fxquant and PyTorch do not already bring along.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -104,7 +102,6 @@ def _reason(error: Exception) -> str:
 
 
 # ---- the file itself: a zip archive of a graph as JSON and its tensors as safetensors, equal bytes for equal content ----
-
 GRAPH, TENSORS = "graph.json", "tensors.safetensors"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time an archive can name
 _REGULAR_FILE = 0o100644 << 16

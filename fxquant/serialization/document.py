@@ -1,7 +1,5 @@
 """A model, or observations, as a document of plain JSON values and a dictionary of tensors, and back."""
 
-from __future__ import annotations
-
 import copy
 import json
 import keyword

@@ -3,8 +3,6 @@
 Names in a file are looked up here and nowhere else; a function or class that is not listed can neither be saved nor loaded.
 """
 
-from __future__ import annotations
-
 import builtins
 import functools
 import math

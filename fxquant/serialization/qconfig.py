@@ -13,8 +13,6 @@ tensor's method ("method:relu"). {"dynamic": true} quantizes linear and recurren
 type in a module's forward, each a list of four: ["block", "Conv2d", 1, {…}].
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ A module is written after the modules that it refers to, and refers to them by t
 Nothing but classes and dtypes of closed tables is made when a file is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import NoneType

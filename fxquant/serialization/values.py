@@ -1,7 +1,5 @@
 """Values as JSON: numbers, strings, None and lists are themselves, anything else is an object with one key, its kind."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Support for every package: the log, registries of implementations, checks of arguments, atomic files, locks, progress bars and seeds."""
 
-from __future__ import annotations
-
 import logging
 import time
 import weakref

@@ -7,8 +7,6 @@ Several files are all complete before the first is renamed. Only a kill between 
 A symbolic link is replaced by the file; the permissions of a file that is replaced are kept.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os
@@ -183,8 +181,6 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 # ---- Locks that are free in a forked child: it has one thread, and locks held by other threads of its parent would never be released
-
-
 _OWNERS: weakref.WeakKeyDictionary[Any, list[Callable[[Any], None]]] = weakref.WeakKeyDictionary()
 
 

@@ -1,7 +1,5 @@
 """Progress bars for anything that may take over two seconds, and a context that defers Ctrl-C."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

@@ -7,8 +7,6 @@ one is backward. Saved for backward are the operands of a product, and a saturat
 composed of the primitives.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Sequence
@@ -365,8 +363,6 @@ def ends(join: Join) -> Tensor:
 
 
 # ---- functions by a table, with one fused kernel forward and one backward --------------------------------------------
-
-
 FEW = 2**8  # integers of a grid: all of them are in its tables
 
 
@@ -445,8 +441,6 @@ def looked_up(value: Tensor, input: Grid, curve: Curve, table: Tensor, output: G
 
 
 # ---- operands of integer products, saved for backward in as many bits as they need, mostly a quarter of the memory ---
-
-
 PRODUCTS = (Role.LINEAR, Role.MATRIX_PRODUCT)  # of convolutions a step would cost 3 to 7 % more, and they are within float's memory anyway
 SAVED_FROM = 2**12  # elements of a tensor
 _DTYPES = (torch.int8, torch.uint8, torch.int16)

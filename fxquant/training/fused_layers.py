@@ -9,8 +9,6 @@ Each has the bits of the composition of primitives that it replaces. Operands th
 in C if a backend offers them (`OFFERS`) for this processor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -25,9 +23,8 @@ from fxquant.primitives.quantization import HALF_STEPS, half_step, requantize_fi
 from fxquant.support import Offers
 from fxquant.support.files import start
 
+
 # ---- The kernels of `fused_layers` in PyTorch: for every device, and as the reference that those in C are compared with ----
-
-
 class Form(NamedTuple):
     """A tensor's sizes as (outer, channels, inner) in memory order; `shape` is the shape of per-channel constants that broadcast to it."""
 
@@ -486,8 +483,6 @@ def whole(weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: in
 
 
 # ---- saturation masks, saved for backward: bytes that are 1 where an element has a gradient, or the indices of the few that have none
-
-
 FEW = 32  # times fewer places than elements, of 4 bytes each
 
 

@@ -1,7 +1,5 @@
 """A calibration that goes on in another call ends with the bits that one call with all batches has, or names the steps it left out."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Calibration and the methods of tuning have the same bits under any autocast, default dtype, default device and number of threads."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager

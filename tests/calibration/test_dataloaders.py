@@ -1,7 +1,5 @@
 """Batches in every form that users have them, for calibration and for everything that takes batches."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

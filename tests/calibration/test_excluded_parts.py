@@ -1,7 +1,5 @@
 """Calibration, with its choice of ranges, rounding and bias correction, does not change parts that `set_state` has excluded."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

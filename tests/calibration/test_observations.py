@@ -1,7 +1,5 @@
 """Observations: gathered in one calibration, they give the scales that another one would have found."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Iterator

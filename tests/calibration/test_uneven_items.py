@@ -1,7 +1,5 @@
 """Items of a batch with a far larger norm than the others: scales of the default observer, and the batch norms after."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

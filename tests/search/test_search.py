@@ -1,7 +1,5 @@
 """Sensitivity, mixed precision, the search over observers, and the tuner that tries one remedy after the other."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

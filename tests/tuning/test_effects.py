@@ -1,7 +1,5 @@
 """The noise of outputs: what is not finite, and outputs of 0."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

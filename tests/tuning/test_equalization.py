@@ -1,7 +1,5 @@
 """Cross-layer equalization: which channels may be multiplied, a change of scales and weights alone, and its gain."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import statistics

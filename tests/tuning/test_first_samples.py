@@ -1,7 +1,5 @@
 """Calibration by its first samples after the scales: biases take back what rounding shifts on average."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

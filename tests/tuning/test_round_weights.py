@@ -1,7 +1,5 @@
 """Weights rounded together: what layers are sums of, errors that cancel, equal bits."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

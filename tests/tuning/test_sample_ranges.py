@@ -1,7 +1,5 @@
 """Ranges by the noise of each sample, and ranges that a few large values make too coarse: changed where the outputs are better for it."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

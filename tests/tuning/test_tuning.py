@@ -1,7 +1,5 @@
 """Methods of tuning: nearer to the float model on samples not seen, equal bits in every form, repeatable, resumable, all or nothing."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

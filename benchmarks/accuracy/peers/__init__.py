@@ -5,8 +5,6 @@ setting, mode)`, the quantized model as a function of a batch. The module import
 none is installed.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple

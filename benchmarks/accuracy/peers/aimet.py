@@ -1,7 +1,5 @@
 """AIMET's simulation with its default configuration, batch norms folded: symmetric weights, affine activations; equalized or not."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """AIMET's adaptive rounding (AdaRound), layers equalized first: each weight is rounded up or down by what its layer returns."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from pathlib import Path

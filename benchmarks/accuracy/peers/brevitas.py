@@ -1,7 +1,5 @@
 """Brevitas's post-training quantization of a graph, as its ImageNet example configures it; tuning adds equalization and bias correction."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -1,7 +1,5 @@
 """MCT's post-training quantization with its defaults, for TFLite; in powers of two for its IMX500, where weights have real scales."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """NNCF's post-training quantization with its defaults; its fake-quantized model."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

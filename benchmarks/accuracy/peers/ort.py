@@ -1,7 +1,5 @@
 """onnxruntime.quantization: a static QDQ model of PyTorch's ONNX file, run by onnxruntime's integer kernels."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from pathlib import Path

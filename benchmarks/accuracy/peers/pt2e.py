@@ -3,8 +3,6 @@
 It quantizes what layers read. The sums of shortcuts, and what is between two layers otherwise, stay in float: less is asked of it.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import torch

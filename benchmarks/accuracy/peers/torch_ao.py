@@ -4,8 +4,6 @@ With reduce_range, its default on x86, an activation has 7 bits, and what is cal
 Without it these kernels may saturate, and for 4 bits there are none: then, and after training, the model is fake-quantized.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any

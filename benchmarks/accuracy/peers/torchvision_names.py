@@ -1,7 +1,5 @@
 """torchvision is published with CUDA alone: where PyTorch is for a CPU its operators are absent, and importing it asks for two names."""
 
-from __future__ import annotations
-
 import torch
 
 NAMES = ("nms", "qnms")

@@ -1,7 +1,5 @@
 """Comparison, selection, indexing, and reductions."""
 
-from __future__ import annotations
-
 from benchmarks.operators.spelling import IMAGE, POSITIVE, ROWS, TOKENS, UNIT, Row, between, normal, row, truth, whole
 
 GRID = whole(3, 3, 6, 6)

@@ -1,7 +1,5 @@
 """Functions of one tensor, activations, arithmetic and division."""
 
-from __future__ import annotations
-
 from benchmarks.operators.spelling import IMAGE, POSITIVE, UNIT, WIDE, Row, between, row, unary, whole
 
 FAR = between(1.1, 5.0)

@@ -1,7 +1,5 @@
 """Pools, resizing, sampling, padding, and the moving of elements."""
 
-from __future__ import annotations
-
 from benchmarks.operators.spelling import IMAGE, LINE, ROWS, TOKENS, VOLUME, Row, between, normal, row
 
 GRID = between(-1.1, 1.1, 4, 5, 2)

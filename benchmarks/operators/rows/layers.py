@@ -1,7 +1,5 @@
 """Layers with weights, matrix products, norms, attention and recurrent layers."""
 
-from __future__ import annotations
-
 from benchmarks.operators.spelling import IMAGE, LINE, ROWS, TOKENS, VOLUME, Row, between, normal, row, truth
 
 SEQUENCE = normal(5, 8)

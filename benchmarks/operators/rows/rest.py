@@ -1,7 +1,5 @@
 """Identities, casts, new tensors, operators that stay in float by their nature, and operators that PyTorch has no name for."""
 
-from __future__ import annotations
-
 from benchmarks.operators.spelling import IMAGE, POSITIVE, ROWS, TOKENS, Row, between, normal, row, whole
 
 NOTHING: tuple[Row, ...] = (

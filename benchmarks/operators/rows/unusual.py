@@ -1,7 +1,5 @@
 """Spellings that are seldom: other names, arguments mostly left out, tensors without a batch, layers with everything switched on."""
 
-from __future__ import annotations
-
 from benchmarks.operators.spelling import IMAGE, LINE, VOLUME, Row, normal, row, truth, whole
 
 SEQUENCE = normal(5, 8)

@@ -1,7 +1,5 @@
 """Integers and booleans: tokens, bytes, indices and masks, as models compute with them."""
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.operators.spelling import IMAGE, Input, Row, between, normal, row, truth, whole

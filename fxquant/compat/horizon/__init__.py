@@ -10,8 +10,6 @@ horizon.quantization.set_fake_quantize(model, horizon.quantization.FakeQuantStat
 program with it. Functions return fxquant's graphs and values: prepared models are calibrated, trained, saved and exported as any other.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run an unedited program written for Horizon's plugin: `python -m fxquant.compat.horizon program.py [arguments]`."""
 
-from __future__ import annotations
-
 import sys
 
 from fxquant.compat.common import run_program

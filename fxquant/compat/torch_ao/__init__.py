@@ -13,8 +13,6 @@ PyTorch that has torch.ao. `install()` puts this package in place of torch.ao.qu
 not serve stay PyTorch's own, also for PyTorch itself. `python -m fxquant.compat.torch_ao program.py` runs an unedited program with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Run an unedited program written for torch.ao.quantization: `python -m fxquant.compat.torch_ao program.py [arguments]`."""
 
-from __future__ import annotations
-
 import sys
 
 from fxquant.compat.common import run_program

@@ -339,8 +339,6 @@ def _output(node: fx.Node, marks: dict[fx.Node, Any]) -> ActivationConfig | None
 
 
 # ---- the other way: a target's decisions as annotations for torchao ----------------------------------------------------------------
-
-
 def annotate_decisions(model: Any, target: str, mapping: QConfigMapping) -> None:
     """Annotate the operators of a program's graph that are integer on a target, with its dtypes, for the functions of torchao."""
     quantizer, observers = (importlib.import_module(f"torchao.quantization.pt2e{part}") for part in (".quantizer", ""))

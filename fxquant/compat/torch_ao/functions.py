@@ -1,7 +1,5 @@
 """PyTorch's FX and eager functions of quantization over fxquant's."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -83,8 +81,6 @@ def fuse_fx(model: nn.Module) -> nn.Module:
 
 
 # ---- eager: stubs in the model mark the ends of the integer part, and attributes `qconfig` say what is quantized how -------------------
-
-
 @takes(inplace=FLAG, training_branch=BRANCH)
 def prepare(
     model: nn.Module, inplace: bool = False, *, example_inputs: Any = None, target: str = "x86", dynamic_shapes: Any = None,

@@ -1,7 +1,5 @@
 """Conversion of PyTorch's QConfigs to fxquant's, from an instance of each observer and fake quantize: docs/guide/from-torch-ao.md."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@
 The scale is part of the table of the exponential, unless a mask adds a bias to the scores that it keeps.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ from torch.nn import functional as F
 from fxquant.ir.graph import dropped_in_training
 from fxquant.ops.attention.hiding import HIDDEN, Hiding
 from fxquant.ops.attention.softmax import added, is_scores, kept, may_hide, parts_of, repeated, shares, terms_of, with_empty_rows
-from fxquant.ops.core.operators import OPERATORS, WIDE, Builder, TensorFact, composite, fact, is_parameter, taking
+from fxquant.ops.core import OPERATORS, WIDE, Builder, TensorFact, composite, fact, is_parameter, taking
 from fxquant.ops.core.record import Parameter, calls
 from fxquant.ops.core.samples import ATTENDED, HEADS, sampled
 from fxquant.ops.elementwise.activation import dropout

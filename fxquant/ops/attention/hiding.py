@@ -8,16 +8,14 @@
 They are found in the graph, not in the values: such a mask is computed from booleans, and is never dequantized.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from fxquant.ops.core import OPERATORS, Builder, Operator, Same, TensorFact, Trait, fact, is_parameter, operator_of, register
 from fxquant.ops.core.casting import in_dtype, to_real
-from fxquant.ops.core.operators import OPERATORS, Builder, Operator, Same, TensorFact, Trait, fact, is_parameter, operator_of, register
 from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.record import calls
 from fxquant.ops.elementwise.arithmetic import add, mul, sub

@@ -5,8 +5,6 @@
 No e is larger than 1, so its scale is constant: 2^-15. The scales of the differences d, the sum and its reciprocal are calibrated.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import BatchDim, TensorFact, is_parameter, parameter_value
 from fxquant.ops.attention.hiding import HIDDEN, only_views
-from fxquant.ops.core.operators import NORMED, WIDE, Builder, Fixed, Trait, composite, fact, sample, sampled, taking, written
+from fxquant.ops.core import NORMED, WIDE, Builder, Fixed, Trait, composite, fact, sample, sampled, taking, written
 from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.record import OPERATORS, Same, calls, has_weights, operator_of, register
 from fxquant.ops.elementwise.activation import clamp

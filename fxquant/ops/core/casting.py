@@ -5,8 +5,6 @@ A cast to float16 and back rounds to 11 bits, and one to bfloat16 to 8: an int8 
 rounding is left out, as it is for every operator between two grids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Operators that are not the user's: the parts of composites, by `Builder`, the first argument of `expand`, and quantize to requantize."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -155,8 +153,6 @@ def _on_meta(node: fx.Node, batch: int) -> Tensor:
 
 
 # ---- Operators that only copy elements: their result holds elements of what they read, and no others -----------------
-
-
 def carried(operator: Operator) -> tuple[str, ...]:
     """Return the names of the parameters whose elements the operator copies to its result unchanged; () for one that computes."""
     return operator.carries or (operator.operands if operator.moves else ())
@@ -177,8 +173,6 @@ def copies(node: fx.Node) -> bool:
 
 
 # ---- Quantize, requantize and dequantize: inserted by passes, never written by a user --------------------------------
-
-
 @lowered(function=lambda input: input, by_name=False)
 def quantize(lowering: Lowering, input: Tensor) -> Quantized:
     """Return the input itself, as the float model sees it; its integers are clip(round(x / s))."""

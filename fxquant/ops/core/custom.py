@@ -1,7 +1,5 @@
 """Users' own functions: a function of one tensor as a lookup table, a function of several tensors as an operator with a new record."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ annotated `fx.Node` or `Quantized` take activations. The decorator returns the f
 name in its module, for other composites to call.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -214,8 +212,6 @@ def _named(function: Function, name: str, meaning: Function) -> Function:
 
 
 # ---- Guards of operator declarations: each says why a particular node must stay in float, or None --------------------
-
-
 NO_DIMENSIONS = "its operand has no dimensions"
 COMPUTED = "one of its settings is computed, not a number"
 
@@ -323,8 +319,6 @@ def known_sizes(sizes: Iterable[Any]) -> list[int]:
 
 
 # ---- Parameters, constants and numbers as operands next to activations, on the grid of the result: for selection and concatenation
-
-
 Branch = Quantized | Tensor | float
 
 

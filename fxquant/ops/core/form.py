@@ -7,8 +7,6 @@ A record has such a form where other compilers look for a certain operator. With
 moves floats by them, and any other is its float function, as PyTorch's exporter writes it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Sums along single dimensions by integer matrices: windows of unequal sizes, and interpolation by more than two neighbours."""
 
-from __future__ import annotations
-
 import functools
 import math
 import string
@@ -189,8 +187,6 @@ def real_matrix(rows: Sequence[Row], length: int) -> Tensor | None:
 
 
 # ---- The float functions of contractions, and equations of einsum in their canonical form ----------------------------
-
-
 def einsum(equation: str, operands: Sequence[Tensor]) -> Tensor:
     """Compute torch.einsum, its equation with one letter for every dimension, and its result after an arrow."""
     return torch.einsum(equation, *operands)

@@ -1,7 +1,5 @@
 """Functions of a model's parameters that remedies compute: a graph may call them, and a file may name them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

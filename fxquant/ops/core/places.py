@@ -4,8 +4,6 @@ PyTorch applies numbers, slices and None first; the remaining lists are broadcas
 elements take the place of the first list, or come first if the lists are not adjacent.
 """
 
-from __future__ import annotations
-
 import builtins
 from collections.abc import Sequence
 from typing import Any

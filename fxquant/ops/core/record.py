@@ -26,9 +26,8 @@ from fxquant.ops.core.form import Call
 from fxquant.ops.core.samples import Sample
 from fxquant.primitives.arithmetic import READ_ONCE, Arithmetic
 
+
 # ---- Grids that an operator demands of its result: its own, its operand's, a fixed one, or none ----------------------
-
-
 @dataclass(frozen=True)
 class Own:
     """A demand for a separate, calibrated scale, with this dtype, or with that of the qconfig if `dtype` is None.

@@ -1,7 +1,5 @@
 """Small samples of an operator's arguments, on its record, from which tests and benchmarks make their inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar

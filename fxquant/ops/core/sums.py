@@ -1,7 +1,5 @@
 """Lowering of sums of two operands, of which one may be a constant."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -8,8 +8,6 @@ The integer meaning, per output channel c:
 An int16 operand whose sums could exceed the accumulator is first brought to a scale 2^n larger, rounding half up.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -161,8 +159,6 @@ def _cut(integers: Tensor, magnitude: int, dtype: grids.IntType) -> accumulate.S
 
 
 # ---- A residual in the accumulator of a layer: its multiplier per output channel, and why it is not added there ------
-
-
 def residual_factor(layer: LayerSum, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor) -> tuple[ResidualFactor | None, Tensor]:
     """Return (factor, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
     lowering = layer.lowering
@@ -496,8 +492,6 @@ def refuses_weighted(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 # ---- Slopes below zero as integers in steps of 2^-7, for targets that multiply by such -------------------------------
-
-
 LARGEST_DIFFERENCE = 127  # of one and a slope, in its steps, where what is added is a byte
 
 

@@ -3,8 +3,6 @@
 Dropout that also acts in eval mode is not in the operator table.
 """
 
-from __future__ import annotations
-
 import builtins
 import math
 from collections.abc import Callable, Sequence
@@ -15,8 +13,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.numerics.grids import Interval, Ratio
+from fxquant.ops.core import Call, Instead, Lowering, Own, Quantized, Same, Trait, clamped, lowered, spelled
 from fxquant.ops.core.declare import module_of
-from fxquant.ops.core.operators import Call, Instead, Lowering, Own, Quantized, Same, Trait, clamped, lowered, spelled
 from fxquant.ops.core.samples import EXACT, IMAGES, LIMITED, sampled
 from fxquant.ops.elementwise.table import UNARY, by_table
 from fxquant.ops.elementwise.whole import WHOLE

@@ -6,8 +6,6 @@ operands' integers directly: a constant with one element for each channel is the
 constant tensor has one scale, and 16 bits beside 16-bit operands; a number is an exact factor.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from typing import Any
@@ -17,7 +15,7 @@ from torch import Tensor, fx
 
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import to_float32
-from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Instead, Ratio, TensorFact, Trait, clamped, fact, is_parameter, lowered
+from fxquant.ops.core import FLOAT32_EXACT, Call, Clamp, Instead, Ratio, TensorFact, Trait, clamped, fact, is_parameter, lowered
 from fxquant.ops.core.samples import ALIGNED, sample, sampled
 from fxquant.ops.core.sums import Operand, lower_add, lower_sub
 from fxquant.ops.core.weighted import Product, lower_uniform, lower_weighted, per_channel

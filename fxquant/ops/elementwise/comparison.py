@@ -4,8 +4,6 @@ A comparison with a number is exact: q · scale is in the relation to the number
 integer. Two tensors on different grids are brought to the common scale of a sum first.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable
@@ -15,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.numerics.grids import BOUNDARY_LIMIT, Grid, Ratio
+from fxquant.ops.core import Lowering, Plain, Quantized, Same, TensorFact, Trait, fact, is_parameter, lowered
 from fxquant.ops.core.declare import Branch, are_fixed, dtype_of, is_finite, on_the_output, real
-from fxquant.ops.core.operators import Lowering, Plain, Quantized, Same, TensorFact, Trait, fact, is_parameter, lowered
 from fxquant.ops.core.samples import ALIGNED, sample, sampled, written
 from fxquant.ops.elementwise.whole import WHOLE, alike
 from fxquant.primitives import comparison, selection
@@ -215,8 +213,6 @@ def nan_to_num(
 
 
 # ---- selection between two tensors, by a boolean mask
-
-
 def _where(condition: Tensor, input: Tensor | float, other: Tensor | float) -> Tensor:
     result = torch.where(condition, input, other)
     return result if result.is_floating_point() else result.float()

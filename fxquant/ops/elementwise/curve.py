@@ -4,8 +4,6 @@ Its meaning is written as a nest, which a file holds as it is: `INPUT` stands fo
 call of an operator of the table with its arguments in order. Only operators for which `is_pointwise` holds occur.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import lru_cache
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxquant.numerics.grids import Interval
-from fxquant.ops.core.operators import Call, Lowering, Plain, Quantized
+from fxquant.ops.core import Call, Lowering, Plain, Quantized
 from fxquant.ops.core.record import BY_NAME, Trait, register
 from fxquant.ops.core.samples import LIMITED, written
 from fxquant.ops.elementwise.functions import by_torch
@@ -53,7 +51,6 @@ def _value(steps: Steps, input: Tensor, values: dict[Steps, Any]) -> Any:
 
 
 # ---- the interval in which it changes, and the operator of PyTorch that computes the same ---------------------------
-
 _SIDE = torch.cat([torch.arange(2 * FARTHEST + 1, device="cpu") / 2, torch.tensor([96, 128, 192, 256, 384, 512], device="cpu")]).double()
 _SMALL = 2.0 ** -torch.arange(-5, 20, dtype=torch.float64, device="cpu")  # functions may differ close to 0 alone
 _EVERYWHERE = torch.cat([torch.linspace(-37.3, 41.9, 1001, dtype=torch.float64, device="cpu"), -_SMALL, _SMALL])

@@ -3,8 +3,6 @@
 x / y = x · (1 / y)     with the reciprocal by a table, 16 bits wide
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 
@@ -14,8 +12,8 @@ from torch import fx
 from fxquant.ir.graph import absorb, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import to_float32
+from fxquant.ops.core import OPERATORS, WIDE, Builder, Clamp, Instead, Ratio, Trait, composite, is_tensor, lowered
 from fxquant.ops.core.declare import is_finite, meets, needs
-from fxquant.ops.core.operators import OPERATORS, WIDE, Builder, Clamp, Instead, Ratio, Trait, composite, is_tensor, lowered
 from fxquant.ops.core.samples import POSITIVE, sample, sampled
 from fxquant.ops.elementwise.arithmetic import limited, mul
 from fxquant.ops.elementwise.functions import floor_divided, floor_quotient, quotient_of, trunc_divided, trunc_quotient

@@ -3,8 +3,6 @@
 Where a function has no value, as the arcsine of 2, its table holds 0, as that of the logarithm does; calibration refuses values there.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxquant.ops.core.operators import Instead, Lowering, Quantized, Trait, is_tensor, spelled
+from fxquant.ops.core import Instead, Lowering, Quantized, Trait, is_tensor, spelled
 from fxquant.ops.core.samples import ABOVE_ONE, JUMPS, LIMITED, NORMED, POSITIVE, SHARES, WITHIN_ONE, sample, sampled
 from fxquant.ops.elementwise.table import POLE, by_table, tabled, unary
 from fxquant.ops.elementwise.whole import alike

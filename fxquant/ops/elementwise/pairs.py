@@ -7,8 +7,6 @@
 A power of a negative number has a value for integer exponents alone. Values on a grid do not show which these are: calibration refuses it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant.ops.core import INNER, WIDE, Builder, Plain, Trait, is_parameter, register
 from fxquant.ops.core.casting import to_real
 from fxquant.ops.core.declare import composite, dtype_of, needs, numbers
-from fxquant.ops.core.operators import INNER, WIDE, Builder, Plain, Trait, is_parameter, register
 from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.samples import COMPOSED, JUMPS, NORMED, POSITIVE, sampled, written
 from fxquant.ops.elementwise.arithmetic import add, mul, sub

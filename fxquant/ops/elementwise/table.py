@@ -1,7 +1,5 @@
 """Unary functions by a table: their declaration, the table's integers, and such a function of a sum with a number."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -14,8 +12,8 @@ from torch import Tensor, fx
 
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, table, to_float32
+from fxquant.ops.core import OPERATORS, Call, Instead, Operator, Own, Trait, clamped, fact, is_parameter, operator_of, register
 from fxquant.ops.core.declare import module_of, settings_of, spelled
-from fxquant.ops.core.operators import OPERATORS, Call, Instead, Operator, Own, Trait, clamped, fact, is_parameter, operator_of, register
 from fxquant.ops.core.record import BY_NAME, Adapt, OnIntegers, has_poles
 from fxquant.ops.core.samples import LIMITED, POSITIVE, Sample, sample, written
 

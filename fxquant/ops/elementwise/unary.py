@@ -1,7 +1,5 @@
 """Unary functions, each by a table: one line each."""
 
-from __future__ import annotations
-
 import math
 import operator
 from typing import Any
@@ -12,7 +10,7 @@ from torch.nn import functional as F
 
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_INT16, Ratio
 from fxquant.numerics.rounding import straight_through
-from fxquant.ops.core.operators import Call, Clamp, Instead, Lowering, Own, Quantized, Trait, is_parameter, is_tensor, lowered, spelled
+from fxquant.ops.core import Call, Clamp, Instead, Lowering, Own, Quantized, Trait, is_parameter, is_tensor, lowered, spelled
 from fxquant.ops.core.samples import POSITIVE, sample, sampled
 from fxquant.ops.core.weighted import by_whole_slope, shape_of
 from fxquant.ops.elementwise.arithmetic import limited
@@ -216,8 +214,6 @@ unary(
 
 
 # ---- prelu: a learned slope below zero, for all channels or for each -------------------------------------------------
-
-
 def _shaped(slopes: Tensor, input: Quantized) -> Tensor:
     """Return one slope, or one per channel, in a shape that broadcasts to the operand."""
     return slopes.reshape(-1, *[1] * (len(input.shape) - 2)) if slopes.numel() > 1 else slopes.reshape(())

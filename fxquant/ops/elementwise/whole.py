@@ -5,8 +5,6 @@ dtype are converted to int64 first, and the result back to that dtype, so that i
 The pass `canonical.rewrite` converts calls to these operators; any other call, such as a maximum of integers, runs on the host.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.ops.core import Lowering, Plain, TensorFact, fact, is_parameter, register, written
 from fxquant.ops.core.declare import Guard, first_reason, fixed, meets, needs
-from fxquant.ops.core.operators import Lowering, Plain, TensorFact, fact, is_parameter, register, written
 from fxquant.ops.core.record import OnIntegers
 from fxquant.primitives import comparison, selection, shape
 from fxquant.primitives import whole as primitives
@@ -199,7 +197,6 @@ def _argmax(steps: Steps, input: Value, dim: int, keepdim: bool) -> Any:
 
 
 # ---- the operators, by the name of the one that a call of integers is promoted from -----------------------------------
-
 WHOLE: dict[str, Callable[..., Any]] = {
     function.__name__.removeprefix("whole_"): function
     for function in (

@@ -3,8 +3,6 @@
 x[:, [0, 1], [2, 3]]   of [B, C, H, W]   →   x.reshape(B, C·H, W)[:, [0·H + 2, 1·H + 3]]
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, shape_of
-from fxquant.ops.core import places
+from fxquant.ops.core import ALIGNED, Builder, Instead, Same, are_fixed, composite, places, sample, sampled
 from fxquant.ops.core.declare import dtype_of, fixed, fixed_sizes, function_and_method, is_finite
-from fxquant.ops.core.operators import ALIGNED, Builder, Instead, Same, are_fixed, composite, sample, sampled
 from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.indexing.index import WHOLE, getitem, pick
 from fxquant.ops.indexing.ranking import gather

@@ -1,7 +1,5 @@
 """Assigning to a part of a tensor: slices, lists, a mask."""
 
-from __future__ import annotations
-
 import builtins
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +9,8 @@ from torch import Tensor, fx
 
 from fxquant.ir import functional
 from fxquant.ir.graph import fact, is_parameter, resolve, shape_of
+from fxquant.ops.core import NORMED, Call, Instead, Lowering, Quantized, Size, TensorFact, Trait, known_size, sampled
 from fxquant.ops.core.declare import Branch, function_and_method, is_finite, lowered, on_the_output, real, selected, spelled
-from fxquant.ops.core.operators import NORMED, Call, Instead, Lowering, Quantized, Size, TensorFact, Trait, known_size, sampled
 from fxquant.ops.core.places import index_put, is_list
 from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.indexing.index import WHOLE, along_dimension, entries_of, whole_index

@@ -1,7 +1,5 @@
 """Bags of embeddings: the sum, mean or largest of the rows whose indices a bag holds; one-hot vectors, and counts of booleans."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -9,8 +7,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import shape_of
+from fxquant.ops.core import NORMED, Builder, Lowering, TensorFact, fact, sampled
 from fxquant.ops.core.declare import bound, composite, dtype_of, fixed_along, has_dimensions, listed, lowered, needs, settings_of
-from fxquant.ops.core.operators import NORMED, Builder, Lowering, TensorFact, fact, sampled
 from fxquant.ops.core.record import Instead, Plain, operator_named
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.indexing.index import CHANGES, embedding, refuses_embedding

@@ -1,7 +1,5 @@
 """Choosing elements: indexing, splitting, selecting."""
 
-from __future__ import annotations
-
 import builtins
 import itertools
 import operator
@@ -15,9 +13,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import BatchDim, Size, TensorFact, fact, is_parameter, shape_of
-from fxquant.ops.core import places
+from fxquant.ops.core import Call, Layer, Lowering, Quantized, are_fixed, known_size, lowered, places, selected, settings_of
 from fxquant.ops.core.declare import bound, dtype_of, first_reason, fixed, function_and_method, needs, on_the_output
-from fxquant.ops.core.operators import Call, Layer, Lowering, Quantized, are_fixed, known_size, lowered, selected, settings_of
 from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
 from fxquant.ops.core.record import Instead, Own, Same, Trait
 from fxquant.ops.core.samples import ROUNDED, sampled

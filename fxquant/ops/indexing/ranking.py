@@ -3,16 +3,14 @@
 Indices are integers without a scale (`Plain`). Of equal elements the first counts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxquant.ir.graph import shape_of
+from fxquant.ops.core import EXACT, Builder, Lowering, Plain, Quantized, Same, register, sampled, written
 from fxquant.ops.core.declare import Guard, are_fixed, composite, first_reason, function_and_method, has_dimensions, lowered
-from fxquant.ops.core.operators import EXACT, Builder, Lowering, Plain, Quantized, Same, register, sampled, written
 from fxquant.ops.elementwise.whole import alike
 from fxquant.ops.indexing.index import refuses_index
 from fxquant.ops.reduction.extremum import amax, amin, largest_along, smallest_along

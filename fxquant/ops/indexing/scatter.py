@@ -5,17 +5,15 @@
 Where the places are a constant, the sum is a product with a matrix of zeros and ones.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import TensorFact, fact, inherit, is_parameter, set_fact
+from fxquant.ops.core import FLOAT32_EXACT, INNER, NORMED, Builder, Call, Instead, Lowering, Quantized, Ratio, Trait, sampled
 from fxquant.ops.core.casting import made_number
 from fxquant.ops.core.declare import Branch, composite, is_finite, known_size, lowered, meets, on_the_output, real
-from fxquant.ops.core.operators import FLOAT32_EXACT, INNER, NORMED, Builder, Call, Instead, Lowering, Quantized, Ratio, Trait, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.index import WHOLE, getitem, places_of, refuses_index
 from fxquant.ops.movement.shape import rank_of
@@ -203,8 +201,6 @@ def index_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, source: 
 
 
 # ---- The largest and the smallest of the elements at each place, where integers give the places: scatter_reduce ------
-
-
 def _scatter_extremum(input: Tensor, dim: int, index: Tensor, src: Tensor, largest: bool, include_self: bool = True) -> Tensor:
     return torch.scatter_reduce(input, dim, index, src, "amax" if largest else "amin", include_self=include_self)
 

@@ -5,8 +5,6 @@ conv2d(x, w)                            →   w as a matrix · unfold(x)
 conv2d(x as one item, w, groups=B)      →   for each item, its w as a matrix · unfold(x)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -16,10 +14,9 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, is_parameter, shape_of
-from fxquant.ops.core import matrix
+from fxquant.ops.core import ROUNDED, BatchDim, Builder, are_fixed, composite, known_size, matrix, sampled, written
 from fxquant.ops.core.declare import Guard, known_sizes, needs
 from fxquant.ops.core.matrix import is_computed
-from fxquant.ops.core.operators import ROUNDED, BatchDim, Builder, are_fixed, composite, known_size, sampled, written
 from fxquant.ops.core.record import Instead, Layer, Shape, operator_named
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import add

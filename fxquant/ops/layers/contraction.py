@@ -5,8 +5,6 @@
 All dimensions of one kind are flattened to one; a dimension that only one operand has, and the result does not, is summed first.
 """
 
-from __future__ import annotations
-
 import math
 import string
 from collections.abc import Sequence
@@ -15,10 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ops.core import matrix
+from fxquant.ops.core import HEADS, NORMED, ROUNDED, Builder, TensorFact, Trait, are_fixed, fact, is_parameter, matrix, sampled
 from fxquant.ops.core.declare import composite, function_and_method, listed, nodes
 from fxquant.ops.core.matrix import spelled
-from fxquant.ops.core.operators import HEADS, NORMED, ROUNDED, Builder, TensorFact, Trait, are_fixed, fact, is_parameter, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.advanced import diagonal
 from fxquant.ops.layers.linear import matmul

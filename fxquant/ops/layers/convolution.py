@@ -1,7 +1,5 @@
 """Convolution and transposed convolution in one to three dimensions: one description, two kinds. Deformable convolution."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +13,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fxquant.ir.graph import fact, resolve
 from fxquant.numerics.grids import EVERYTHING
+from fxquant.ops.core import Builder, Call, Clamp, Layer, Lowering, Quantized, Same, TensorFact, Trait, composite, selected
 from fxquant.ops.core.declare import Guard, are_fixed, fixed_sizes, known_sizes, lowered, module_of, needs, settings_of, with_batch
-from fxquant.ops.core.operators import Builder, Call, Clamp, Layer, Lowering, Quantized, Same, TensorFact, Trait, composite, selected
 from fxquant.ops.core.samples import FOLDED, IMAGES, SAMPLED, sampled, written
 from fxquant.ops.core.weighted import ABSORBED, Product, absorbing, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
 from fxquant.ops.elementwise.arithmetic import mul

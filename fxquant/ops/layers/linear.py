@@ -1,7 +1,5 @@
 """Linear layers and matrix products."""
 
-from __future__ import annotations
-
 import math
 import operator
 from typing import Any
@@ -12,9 +10,9 @@ from torch.nn import functional as F
 
 from fxquant.lowering.lowering import named_parameters
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, INT48_MAX, accumulator_bound
+from fxquant.ops.core import FOLDED, BatchDim, Call, Clamp, Instead, Lowering, Quantized, Ratio, Trait, is_parameter, sampled
 from fxquant.ops.core.declare import function_and_method, lowered
 from fxquant.ops.core.matrix import added_product, computed_linear, is_computed, with_vectors
-from fxquant.ops.core.operators import FOLDED, BatchDim, Call, Clamp, Instead, Lowering, Quantized, Ratio, Trait, is_parameter, sampled
 from fxquant.ops.core.record import Layer, operator_named
 from fxquant.ops.core.weighted import ABSORBED, Product, absorbing, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
 from fxquant.primitives import accumulate, product, runtime_scales

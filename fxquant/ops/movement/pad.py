@@ -1,7 +1,5 @@
 """Padding, with a constant or with the tensor's own elements."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +10,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import fact, inherit, set_fact, shape_of, spell, spelling
-from fxquant.ops.core.operators import Call, Lowering, Own, Quantized, Same, known_size, lowered, operator_of, selected
+from fxquant.ops.core import Call, Lowering, Own, Quantized, Same, known_size, lowered, operator_of, selected
 from fxquant.ops.core.samples import EXACT, IMAGES, LIMITED, sampled
 from fxquant.primitives import shape
 

@@ -1,7 +1,5 @@
 """Sliding windows as a dimension of their own, and their sum where they came from: unfold (im2col) and fold (col2im)."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Mapping
@@ -12,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fxquant.ops.core import Call, Lowering, Own, Quantized, Ratio, Same, known_size, lowered, sample, selected
 from fxquant.ops.core.declare import fixed, fixed_sizes, with_batch
 from fxquant.ops.core.matrix import onnx_matrices, weighted_sums
-from fxquant.ops.core.operators import Call, Lowering, Own, Quantized, Ratio, Same, known_size, lowered, sample, selected
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.movement.shape import numbers, rank_of, result_varying
 from fxquant.ops.pooling.pool import needs_batch

@@ -1,7 +1,5 @@
 """Repeating a tensor along dimensions: expand, repeat, and broadcasting; cat and stack."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +9,8 @@ from torch import Tensor, fx
 from fxquant.ir import functional
 from fxquant.ir.graph import fact, inherit, is_parameter, set_fact, shape_of
 from fxquant.numerics.grids import PLAIN_TYPES
+from fxquant.ops.core import ALIGNED, EXACT, Builder, Call, Lowering, Quantized, Size, TensorFact, Trait, lowered, sampled
 from fxquant.ops.core.declare import Branch, listed, needs, on_the_output, real
-from fxquant.ops.core.operators import ALIGNED, EXACT, Builder, Call, Lowering, Quantized, Size, TensorFact, Trait, lowered, sampled
 from fxquant.ops.core.record import Demand, Own, Plain, Same
 from fxquant.ops.movement.shape import numbers, one_varying, rank_of, result_varying
 from fxquant.primitives import shape
@@ -182,8 +180,6 @@ def why_not_repeated(shapes: Sequence[Sequence[Size]], common: Sequence[Size]) -
 
 
 # ---- Tensors one after another ---------------------------------------------------------------------------------------
-
-
 DEMAND = Own(shared_where="share_concat")
 
 

@@ -1,7 +1,5 @@
 """Operators that change the shape or order of a tensor's elements, split or repeat the batch, or return their operand unchanged."""
 
-from __future__ import annotations
-
 import builtins
 import functools
 import operator
@@ -13,10 +11,10 @@ import torch
 from torch import fx, nn
 
 from fxquant.ir.graph import fact, shape_of
+from fxquant.ops.core import BatchDim, Instead, Lowering, Quantized, Same, Size, TensorFact, Trait, known_size, selected
 from fxquant.ops.core.casting import CASTS, asked_dtype, changed, in_dtype
 from fxquant.ops.core.declare import Guard, fixed_along, fixed_sizes, function_and_method, known_sizes, listed, lowered
 from fxquant.ops.core.declare import numbers as numeric
-from fxquant.ops.core.operators import BatchDim, Instead, Lowering, Quantized, Same, Size, TensorFact, Trait, known_size, selected
 from fxquant.ops.core.samples import LIMITED, sample, sampled
 from fxquant.ops.elementwise.unary import raised
 from fxquant.primitives import shape
@@ -309,8 +307,6 @@ def channel_shuffle(lowering: Lowering, input: Quantized, groups: int) -> Quanti
 
 
 # ---- Pieces of the batch and repetitions of its items: several images of one sample, stacked along the batch ---------
-
-
 def pieces_of(whole: Size, start: Size, size: Size) -> tuple[int, int] | None:
     """Return the number of pieces of length `size` in `whole`, and the index of the piece at `start`; None if they vary with the batch."""
     if not isinstance(whole, BatchDim) or not isinstance(size, BatchDim) or size.coefficient < 1 or size.coefficient.denominator != 1:

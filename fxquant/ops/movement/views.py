@@ -1,7 +1,5 @@
 """Writing into a view of a tensor: the written value is spread out to where the view has its elements, and chosen there."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -10,9 +8,9 @@ from torch import Tensor, fx
 
 from fxquant.ir import functional
 from fxquant.ir.graph import Size, TensorFact, fact, shape_of
+from fxquant.ops.core import ALIGNED, EXACT, ROUNDED, Builder, Trait, sampled
 from fxquant.ops.core.casting import made_number
 from fxquant.ops.core.declare import are_fixed, composite, function_and_method, listed, needs
-from fxquant.ops.core.operators import ALIGNED, EXACT, ROUNDED, Builder, Trait, sampled
 from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.repeating import repeated, why_not_repeated
@@ -106,8 +104,6 @@ def write(build: Builder, input: fx.Node, value: fx.Node, way: Any) -> Any:
 
 
 # ---- Composites that bring tensors to one shape, and read a tensor by strides ----------------------------------------
-
-
 def _listed(*tensors: Any, **named: Any) -> dict[str, Any]:
     """Return the canonical arguments, {"tensors": [...], ...}, of a call with tensors by position or in one list."""
     return {"tensors": listed(tensors), **{name: value for name, value in named.items() if value is not None}}

@@ -1,7 +1,5 @@
 """Batch normalization that is not folded into a layer: one factor and one bias per channel, as in a layer norm; and layer norms."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -13,7 +11,7 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import TensorFact, fact, is_parameter
 from fxquant.numerics.grids import FLOAT32_EXACT, INT16, Grid, Ratio
-from fxquant.ops.core.operators import WIDE, Builder, Call, Clamp, Layer, Lowering, Own, Quantized, composite, lowered, numbers, sample
+from fxquant.ops.core import WIDE, Builder, Call, Clamp, Layer, Lowering, Own, Quantized, composite, lowered, numbers, sample
 from fxquant.ops.core.record import BY_NAME, Parameter
 from fxquant.ops.core.samples import IMAGES, NORMED, sampled
 from fxquant.ops.core.weighted import check_statistics, epilogue, lower_weighted, refuses_weighted
@@ -124,8 +122,6 @@ def normalized_instances(lowering: Lowering, input: Quantized, batch_norm: Batch
 
 
 # ---- channels of one dimension, before `trailing` others ---------------------------------------------------------------
-
-
 def _scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None = None, trailing: int = 0, *, clamp: Clamp | None = None) -> Tensor:
     value = input * _shaped(weight, trailing)
     return epilogue(value if bias is None else value + _shaped(bias, trailing), None, clamp, None)

@@ -1,7 +1,5 @@
 """Adaptive pooling: windows that give the wanted output size, of one size or of sizes that differ by one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +8,9 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxquant.ir.graph import shape_of
+from fxquant.ops.core import FLOAT32_EXACT, IMAGES, Call, Clamp, Lowering, Quantized, Ratio, Same, Trait, sample, selected
 from fxquant.ops.core.declare import Guard, are_fixed, first_reason, known_sizes, lowered
 from fxquant.ops.core.matrix import box, onnx_matrices, uneven_windows, weighted_sums, window_sizes
-from fxquant.ops.core.operators import FLOAT32_EXACT, IMAGES, Call, Clamp, Lowering, Quantized, Ratio, Same, Trait, sample, selected
 from fxquant.ops.core.record import operator_named
 from fxquant.ops.pooling.pool import needs_batch, onnx_average_pool, too_many, with_places_too
 from fxquant.ops.pooling.totals import lower_total

@@ -1,7 +1,5 @@
 """Pooling over windows of one size: sums of integers, with the division inside the requantization multiplier."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +11,8 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import Size, TensorFact, fact, shape_of
 from fxquant.numerics.grids import FLOAT32_EXACT, INT8, SMALLEST_SCALE, WEIGHT_INT8, Ratio
+from fxquant.ops.core import IMAGES, NORMED, POSITIVE, Builder, Call, Clamp, Lowering, Quantized, clamped, lowered, sample
 from fxquant.ops.core.declare import Guard, composite, first_reason, fixed_sizes, is_finite, known_sizes, meets, module_of, with_batch
-from fxquant.ops.core.operators import IMAGES, NORMED, POSITIVE, Builder, Call, Clamp, Lowering, Quantized, clamped, lowered, sample
 from fxquant.ops.core.record import WIDE, Instead, Layer, Same, Trait, operator_named
 from fxquant.ops.core.weighted import Product, lower_uniform, sizes
 from fxquant.ops.elementwise.arithmetic import mul

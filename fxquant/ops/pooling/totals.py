@@ -1,7 +1,5 @@
 """Means and sums over dimensions, with the division inside the requantization multiplier."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -10,8 +8,8 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import shape_of
 from fxquant.numerics.grids import INT32
+from fxquant.ops.core import FLOAT32_EXACT, Call, Clamp, Lowering, Quantized, Ratio, TensorFact, Trait, lowered
 from fxquant.ops.core.declare import NO_DIMENSIONS, Guard, are_fixed, known_sizes
-from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Lowering, Quantized, Ratio, TensorFact, Trait, lowered
 from fxquant.ops.core.samples import IMAGES, sample, sampled
 from fxquant.ops.core.weighted import Product, lower_uniform
 from fxquant.ops.elementwise.whole import WHOLE

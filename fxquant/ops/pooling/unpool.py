@@ -1,7 +1,5 @@
 """Maximum pooling that says where the maxima are, and its inverse."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +9,8 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxquant.ir.graph import shape_of
+from fxquant.ops.core import EXACT, FLOAT32_EXACT, IMAGES, Builder, Call, Lowering, Plain, Quantized, Same, sampled, written
 from fxquant.ops.core.declare import Guard, composite, known_sizes, lowered, module_of, with_batch
-from fxquant.ops.core.operators import EXACT, FLOAT32_EXACT, IMAGES, Builder, Call, Lowering, Plain, Quantized, Same, sampled, written
 from fxquant.ops.core.record import operator_named
 from fxquant.ops.pooling.adaptive import lower_windows, refuses_adaptive, window_counts
 from fxquant.ops.pooling.pool import WINDOW, kernel_and_steps, refuses_max_pool, window_padding

@@ -1,7 +1,5 @@
 """Recurrent layers and cells, written in other operators step by step, 16 bits wide inside where the target has them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.ir.graph import TensorFact, fact, is_parameter, parameter_value
+from fxquant.ops.core import INNER, Builder, Fixed, Instead, Own, Same, Trait, known_size, register, settings_of
 from fxquant.ops.core.composite import requantize
-from fxquant.ops.core.operators import INNER, Builder, Fixed, Instead, Own, Same, Trait, known_size, register, settings_of
 from fxquant.ops.core.record import Adapt, Demand, Parameter, traits_of
 from fxquant.ops.core.samples import RECURRENT, written
 from fxquant.ops.elementwise.activation import clamp, dropout

@@ -3,8 +3,6 @@
 Where an inner tensor is a sum of squares or of products, 8 bits will do on a target that has no more.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.ops.core import INNER, WIDE, Builder, Fixed, Size, are_fixed, composite, fact, is_parameter
 from fxquant.ops.core.declare import fixed, needs, nodes, one_of
-from fxquant.ops.core.operators import INNER, WIDE, Builder, Fixed, Size, are_fixed, composite, fact, is_parameter
 from fxquant.ops.core.samples import COMPOSED, NORMED, POSITIVE, sample, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.comparison import where

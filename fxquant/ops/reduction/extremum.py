@@ -1,7 +1,5 @@
 """The larger and the smaller of two tensors, and the largest element along dimensions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +9,8 @@ from torch import Tensor, fx
 
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import Grid
+from fxquant.ops.core import NORMED, Builder, Call, Instead, Ratio, Same, Trait, fact, lowered, register
 from fxquant.ops.core.declare import NO_DIMENSIONS, Branch, are_fixed, nodes, on_the_output, real, refuse_nan
-from fxquant.ops.core.operators import NORMED, Builder, Call, Instead, Ratio, Same, Trait, fact, lowered, register
 from fxquant.ops.core.record import Adapt
 from fxquant.ops.core.samples import sample, written
 from fxquant.ops.elementwise.activation import clamp, clamp_between

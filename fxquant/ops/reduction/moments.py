@@ -5,8 +5,6 @@
 Norms bring their items to one magnitude first, as layer norms do.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,9 +13,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.ops.core import WIDE, Builder, Instead, Trait, composite, fact
+from fxquant.ops.core import numbers as numeric
 from fxquant.ops.core.declare import COMPUTED, NO_DIMENSIONS, settings_of, shape_of
-from fxquant.ops.core.operators import WIDE, Builder, Instead, Trait, composite, fact
-from fxquant.ops.core.operators import numbers as numeric
 from fxquant.ops.core.record import Parameter
 from fxquant.ops.core.samples import IMAGES, NORMED, sample, sampled, written
 from fxquant.ops.elementwise.arithmetic import mul, sub
@@ -107,8 +105,6 @@ std, std_mean = _spread("std", "(2, 3)", root=True)
 
 
 # ---- normalisation of groups, of instances, by the root of the mean square ------------------------------------------
-
-
 def scaled(build: Builder, input: fx.Node, weight: fx.Node | None, bias: fx.Node | None) -> Any:
     """Return a tensor times weight, plus bias, of its channels."""
     if weight is None and bias is not None:

@@ -6,8 +6,6 @@ The inverse of a norm is one table, s^(-1/p), with 0 at s = 0: a row of zeros st
 brought to one magnitude first, as the items of a layer norm are.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import shape_of
-from fxquant.ops.core.operators import NORMED, POSITIVE, WIDE, Builder, Instead, Trait, composite, sample, sampled
+from fxquant.ops.core import NORMED, POSITIVE, WIDE, Builder, Instead, Trait, composite, sample, sampled
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.table import tabled

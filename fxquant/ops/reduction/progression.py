@@ -6,8 +6,6 @@ diff       x[i + 1] - x[i], as often as asked
 trapezoid  Σ (y[i] + y[i + 1]) / 2 · width
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.ops.core import FLOAT32_EXACT, WIDE, Builder, Lowering, Quantized, Ratio, Same, fact, sample
 from fxquant.ops.core.declare import are_fixed, composite, fixed, known_size, known_sizes, lowered, needs
-from fxquant.ops.core.operators import FLOAT32_EXACT, WIDE, Builder, Lowering, Quantized, Ratio, Same, fact, sample
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.whole import alike
 from fxquant.ops.indexing.index import WHOLE, getitem

@@ -3,8 +3,6 @@
 Positions are integers in steps of 2^-c of a pixel, c as in the vendor's: 8, and less for an image larger than 128 pixels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +14,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fxquant.ir.graph import fact, shape_of
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT16, Grid
+from fxquant.ops.core import IMAGES, SAMPLED, Call, Lowering, Quantized, Ratio, Same, are_fixed, lowered, sampled
 from fxquant.ops.core.declare import fixed_sizes, known_sizes, real
-from fxquant.ops.core.operators import IMAGES, SAMPLED, Call, Lowering, Quantized, Ratio, Same, are_fixed, lowered, sampled
 from fxquant.primitives import elementwise, product, shape
 from fxquant.primitives.sampling import sample
 

@@ -3,8 +3,6 @@
 The result of one or two linear interpolations lies between the operand's values and shares its scale; other modes have a separate scale.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
@@ -17,10 +15,9 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import fact, shape_of
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT
-from fxquant.ops.core import matrix
+from fxquant.ops.core import IMAGES, NORMED, Call, Lowering, Own, Quantized, Ratio, Same, Trait, matrix, sample, selected
 from fxquant.ops.core.declare import are_fixed, bound, fixed_sizes, lowered, one_of, settings_of
 from fxquant.ops.core.matrix import Row, fixed_point, fraction_bits, onnx_matrices, weighted_sums
-from fxquant.ops.core.operators import IMAGES, NORMED, Call, Lowering, Own, Quantized, Ratio, Same, Trait, sample, selected
 from fxquant.ops.pooling.adaptive import lower_means, onnx_means
 from fxquant.primitives import resize
 

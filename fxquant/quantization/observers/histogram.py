@@ -418,8 +418,6 @@ def _fractions(ahead: float, device: torch.device) -> Tensor:
 
 
 # ---- Which observers gather the same, so that what one has seen serves the others ------------------------------------
-
-
 @lru_cache
 def standard() -> dict[type[Observer], Gathering | None]:
     """Return the observer classes whose statistics suffice for all of fxquant's observers with default settings, with their `gathering`."""
@@ -484,8 +482,6 @@ _GATHERING: Mapping[type[Observer], tuple[str, ...]] = {
 
 
 # ---- observers that choose a threshold by what the distribution of magnitudes looks like -----------------------------
-
-
 USUAL_PERCENTILE = 99.99
 
 

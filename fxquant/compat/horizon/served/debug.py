@@ -1,7 +1,5 @@
 """Horizon's tools for inspecting a model and comparing two, as far as fxquant has the information that they show."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

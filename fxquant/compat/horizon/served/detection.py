@@ -4,8 +4,6 @@ Operators whose choices depend on data are single Python calls in a model's grap
 DeQuantStubs. Boxes are x1 y1 x2 y2.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -269,8 +267,6 @@ class DetectionPostProcessV1(nn.Module):
 
 
 # ---- features of boxes, over `fxquant.nn.RoIAlign` ---------------------------------------------------------------------
-
-
 CLIPS = 4  # parts of a box that are cut off: at x1, y1, x2, y2
 
 
@@ -385,8 +381,6 @@ def bbox_clip(boxes: Any, clip_ratio: Any) -> list[Tensor]:
 
 
 # ---- points as pillars, and pixels as a bird's-eye-view map ------------------------------------------------------------
-
-
 SPACE = 3  # dimensions in which cells lie: x, y, z
 
 

@@ -1,7 +1,5 @@
 """Horizon's functions that write a model: programs of the installed compiler, ONNX files, and TorchScript programs."""
 
-from __future__ import annotations
-
 import functools
 import io
 import operator

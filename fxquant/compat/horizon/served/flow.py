@@ -1,7 +1,5 @@
 """Horizon's workflow over fxquant's: preparation, states, conversion to integers, and transfer of scales."""
 
-from __future__ import annotations
-
 import enum
 import functools
 import inspect

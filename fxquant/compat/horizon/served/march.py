@@ -1,7 +1,5 @@
 """The global settings of Horizon's programs: the march that models are prepared for, and the behaviour of their batch norms."""
 
-from __future__ import annotations
-
 import enum
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modules and markers that Horizon's programs place in a float model: the ends of its integer part, arithmetic, and code kept whole."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping

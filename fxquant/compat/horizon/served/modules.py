@@ -3,8 +3,6 @@
 Colours are those of ITU-R BT.601. Other functions are PyTorch's under other names; the modules have their own signatures.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
