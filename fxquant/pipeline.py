@@ -31,22 +31,17 @@ from fxquant.target import Target
 
 @dataclass
 class Context:
-    """The information that every pass receives besides the graph.
-
-    options    those of `prepare`
-    attached   the QConfigs on modules of the traced model itself; those of its source model are on the nodes
-    kernels    the available kernels, which report where they can replace primitives
-    open       the rules that give outputs neither a dtype nor a scale, as `rules.match` finds them
-    """
+    """The information that every pass receives besides the graph."""
 
     target: Target
     qconfig: QConfigMapping
-    options: Options = DEFAULTS
+    options: Options = DEFAULTS  # those of `prepare`
     debug: int = 0
+    # The QConfigs on modules of the traced model itself; those of its source model are on the nodes.
     attached: Mapping[str, QConfig | None] = field(default_factory=dict)
     rewrites: list[str] = field(default_factory=list)
-    kernels: Sequence[Any] = ()
-    open: set[Rule] = field(default_factory=set)
+    kernels: Sequence[Any] = ()  # the available kernels, which report where they can replace primitives
+    open: set[Rule] = field(default_factory=set)  # the rules that give outputs neither a dtype nor a scale, as `rules.match` finds them
 
     def say(self, line: str) -> None:
         """Report a rewrite, or a near-miss with its reason; shown at debug level 3."""
@@ -61,14 +56,11 @@ class Context:
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass of the pipeline: its function, and the stage that the graph reaches by it.
-
-    own   whether it is the user's: its graph is verified against the stage's table whatever number of changes it returns
-    """
+    """A pass of the pipeline: its function, and the stage that the graph reaches by it."""
 
     function: Callable[[fx.GraphModule, Context], int]
     reaches: Stage
-    own: bool = False
+    own: bool = False  # whether it is the user's: its graph is verified against the stage's table whatever number of changes it returns
 
     @property
     def name(self) -> str:

@@ -55,19 +55,14 @@ CONTAINER = "integer"  # the path of the constants in the integer model
 
 @dataclass(frozen=True)
 class Writing:
-    """An integer graph that is being written.
+    """An integer graph that is being written."""
 
-    gm         the module that holds its constants
-    container  the path of these
-    held       constants by role and content, which several operators read
-    """
-
-    gm: fx.GraphModule
+    gm: fx.GraphModule  # the module that holds its constants
     graph: fx.Graph
     arithmetic: Arithmetic
-    container: str
+    container: str  # the path of these
     shapes: Shapes = field(default_factory=Shapes)
-    held: dict[Any, fx.Node] = field(default_factory=dict)
+    held: dict[Any, fx.Node] = field(default_factory=dict)  # constants by role and content, which several operators read
 
 
 class GraphLowering(Lowering):

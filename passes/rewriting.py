@@ -53,16 +53,11 @@ def apart(layer: fx.Node, part: fx.Node) -> str | None:
 
 @dataclass(frozen=True)
 class Decision:
-    """The rules that apply to an operator and all operators that were fused into it.
+    """The rules that apply to an operator and all operators that were fused into it."""
 
-    config   its QConfig; None keeps it in float
-    output   the rule that determines how its result is quantized
-    layer    the rule that determines how its weight and its input are quantized
-    """
-
-    config: Chosen
-    output: Rule
-    layer: Rule
+    config: Chosen  # its QConfig; None keeps it in float
+    output: Rule  # the rule that determines how its result is quantized
+    layer: Rule  # the rule that determines how its weight and its input are quantized
 
     @property
     def asked(self) -> bool:

@@ -320,24 +320,17 @@ def program(site: Site) -> Built:
 
 @dataclass
 class _Rows:
-    """A program while it is being written.
-
-    columns    of each register
-    registers  of the nodes; constants are tensors
-    moves      what is read and written: the place of a tensor among those read and the results, and the part of it
-    copies     the registers of one column that are also registers of a width
-    shapes     of the nodes whose steps read constants, by the registers of these
-    varying    constants that differ between rows, which are read like tensors
-    """
+    """A program while it is being written."""
 
     site: Site
     writer: Writer = field(default_factory=Writer)
-    columns: dict[int, int] = field(default_factory=dict)
-    registers: dict[fx.Node, Any] = field(default_factory=dict)
+    columns: dict[int, int] = field(default_factory=dict)  # of each register
+    registers: dict[fx.Node, Any] = field(default_factory=dict)  # of the nodes; constants are tensors
+    # What is read and written: the place of a tensor among those read and the results, and the part of it.
     moves: list[tuple[int, View]] = field(default_factory=list)
-    copies: dict[tuple[int, int], int] = field(default_factory=dict)
-    shapes: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    varying: list[Tensor] = field(default_factory=list)
+    copies: dict[tuple[int, int], int] = field(default_factory=dict)  # the registers of one column that are also registers of a width
+    shapes: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # of the nodes whose steps read constants, by the registers of these
+    varying: list[Tensor] = field(default_factory=list)  # constants that differ between rows, which are read like tensors
 
     def add(self, node: fx.Node) -> None:
         """Write the steps of a node, and its result where others read that."""

@@ -29,15 +29,11 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m|[\x08\r]")
 
 @dataclass
 class Running:
-    """A running program: iterate over its lines, then read `code` and `text`.
-
-    code   the exit status; negative if a signal ended it
-    lines  its output so far, standard output and error together, without colours
-    """
+    """A running program: iterate over its lines, then read `code` and `text`."""
 
     process: subprocess.Popen[str]
-    lines: list[str] = field(default_factory=list)
-    code: int = 0
+    lines: list[str] = field(default_factory=list)  # its output so far, standard output and error together, without colours
+    code: int = 0  # the exit status; negative if a signal ended it
 
     def __iter__(self) -> Iterator[str]:
         assert self.process.stdout is not None

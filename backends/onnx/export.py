@@ -96,21 +96,15 @@ def _check_files(written: Path, models: Mapping[str, onnx.ModelProto], folder: s
 # ---- styles: how the file of an integer model is written ---------------------------------------------------------------
 @dataclass(frozen=True)
 class Style:
-    """A way to write an integer model.
+    """A way to write an integer model."""
 
-    write    an integer model, `io`, the opset and the names of inputs and outputs -> the model in memory
-    words    what it is, for messages
-    opsets   the opsets in which it can be written, and the default
-    exact    whether a file has the integer model's bits; `verify` measures the difference of one that has not
-    opened   the opset from which on a file is opened in onnxruntime before it appears, also without float operators
-    """
-
+    # An integer model, `io`, the opset and the names of inputs and outputs -> the model in memory.
     write: Callable[[fx.GraphModule, str, int, Names], onnx.ModelProto]
-    words: str
-    opsets: range = range(17, 22)
+    words: str  # what it is, for messages
+    opsets: range = range(17, 22)  # the opsets in which it can be written, and the default
     default: int = 21
-    exact: bool = True
-    opened: float = math.inf
+    exact: bool = True  # whether a file has the integer model's bits; `verify` measures the difference of one that has not
+    opened: float = math.inf  # the opset from which on a file is opened in onnxruntime before it appears, also without float operators
 
 
 def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:

@@ -94,16 +94,11 @@ def _adds_exactly(integer: fx.GraphModule, node: fx.Node, total: fx.Node, opset:
 
 
 class Placed(NamedTuple):
-    """Numbers for each channel, of shape (channels,), with which QuantizeLinear rounds a shifted sum down to its result.
+    """Numbers for each channel, of shape (channels,), with which QuantizeLinear rounds a shifted sum down to its result."""
 
-    bias       int64, an offset in steps of the shifted sum; of a layer: its bias with the offset
-    divisor    float32
-    zero       int8, the stored zero points
-    """
-
-    bias: Tensor
-    divisor: Tensor
-    zero: Tensor
+    bias: Tensor  # int64, an offset in steps of the shifted sum; of a layer: its bias with the offset
+    divisor: Tensor  # float32
+    zero: Tensor  # int8, the stored zero points
 
 
 @functools.lru_cache(maxsize=1024)

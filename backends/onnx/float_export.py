@@ -325,15 +325,12 @@ def _real(node: fx.Node) -> TensorFact:
 
 # ---- what determines the export of a region --------------------------------------------------------------------------
 class Region(NamedTuple):
-    """A run of consecutive float nodes of an integer graph: no value leaves it and returns.
-
-    key  what determines its export besides names; the first node itself if the region reads parameters or buffers
-    """
+    """A run of consecutive float nodes of an integer graph: no value leaves it and returns."""
 
     nodes: list[fx.Node]
     inputs: list[fx.Node]
     outputs: list[fx.Node]
-    key: Any
+    key: Any  # what determines its export besides names; the first node itself if the region reads parameters or buffers
 
 
 def region_of(integer: fx.GraphModule, nodes: list[fx.Node]) -> Region:

@@ -238,14 +238,10 @@ SUFFIX = "_quantized"
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a tensor of the quantized model in the integer graph.
+    """The position of a tensor of the quantized model in the integer graph."""
 
-    node           the name of the node whose integers it holds
-    channels_last  whether its dimensions are N, H, W, C if those of the node are N, C, H, W
-    """
-
-    node: str
-    channels_last: bool
+    node: str  # the name of the node whose integers it holds
+    channels_last: bool  # whether its dimensions are N, H, W, C if those of the node are N, C, H, W
 
 
 def named_values(model: onnx.ModelProto) -> dict[str, str]:

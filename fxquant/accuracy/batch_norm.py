@@ -24,29 +24,20 @@ from fxquant.support.progress import progress
 
 @dataclass(frozen=True)
 class MovedStatistics:
-    """The change of the running statistics of one batch norm.
+    """The change of the running statistics of one batch norm."""
 
-    name      the node of the operator that it belongs to
-    mean      the change of the mean in units of the old standard deviation: root mean square over channels
-    variance  the new variance divided by the old one: geometric mean over channels
-    """
-
-    name: str
-    mean: float
-    variance: float
+    name: str  # the node of the operator that it belongs to
+    mean: float  # the change of the mean in units of the old standard deviation: root mean square over channels
+    variance: float  # the new variance divided by the old one: geometric mean over channels
 
 
 @dataclass(frozen=True)
 class BatchNormResult(LayerTable[MovedStatistics]):
-    """The result of `reestimate_batch_norm`: a row for each batch norm; iterates over them, and prints as a table.
-
-    skipped  the batch norms that were not re-estimated, each with the reason
-    batches  the number of batches that were read
-    """
+    """The result of `reestimate_batch_norm`: a row for each batch norm; iterates over them, and prints as a table."""
 
     layers: tuple[MovedStatistics, ...]
-    skipped: tuple[tuple[str, str], ...]
-    batches: int
+    skipped: tuple[tuple[str, str], ...]  # the batch norms that were not re-estimated, each with the reason
+    batches: int  # the number of batches that were read
 
     def __rich__(self) -> Table:
         title = f"reestimate_batch_norm: {len(self.layers)} batch norms, {self.batches} batches"

@@ -34,26 +34,16 @@ ACTIVATION, WEIGHT = "activation", "weight"
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """A tensor, or a weight, that can have one of several dtypes.
+    """A tensor, or a weight, that can have one of several dtypes."""
 
-    name       the node whose result it is, the first one of a shared scale; of a weight the layer's name with ".weight"
-    kind       "activation" or "weight"
-    dtype      the current dtype
-    dtypes     the possible dtypes, the narrowest first
-    operators  the operators that compute the tensors, or the one that holds the weight
-    elements   the number of elements: of the weight, or of the tensors for one item of the batch
-    macs       the multiply-accumulates, for one item, that read it
-    passes     the number of reads and writes: 1 for a weight; for a tensor 1 write and one read per reader
-    """
-
-    name: str
-    kind: str
-    dtype: str
-    dtypes: tuple[str, ...]
-    operators: tuple[QuantizedOperator, ...]
-    elements: int
-    macs: int
-    passes: int = 1
+    name: str  # the node whose result it is, the first one of a shared scale; of a weight the layer's name with ".weight"
+    kind: str  # "activation" or "weight"
+    dtype: str  # the current dtype
+    dtypes: tuple[str, ...]  # the possible dtypes, the narrowest first
+    operators: tuple[QuantizedOperator, ...]  # the operators that compute the tensors, or the one that holds the weight
+    elements: int  # the number of elements: of the weight, or of the tensors for one item of the batch
+    macs: int  # the multiply-accumulates, for one item, that read it
+    passes: int = 1  # the number of reads and writes: 1 for a weight; for a tensor 1 write and one read per reader
 
     def bytes(self, dtype: str) -> float:
         """Return its size in bytes in this dtype; two int4 take one byte."""

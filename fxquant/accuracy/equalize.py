@@ -60,28 +60,17 @@ IN_CACHE = 2**15  # float64 numbers of each of a few tensors
 
 @dataclass(frozen=True)
 class LayerNoise:
-    """The rounding error of a layer's weight. Tensors are float64, labels int64; channels that share a factor have one label.
+    """The rounding error of a layer's weight. Tensors are float64, labels int64; channels that share a factor have one label."""
 
-    read          (out, in): labels of the input channels; equal for all outputs of a group
-    groups        the number of groups
-    given         (out,): labels of the output channels
-    squares       (out, in): Σ w² over a kernel's taps
-    largest       (out, in): max |w| over a kernel's taps
-    share         (out, in): cost p_i · g_o of an error of mean square one in a weight
-    taps          the number of a kernel's taps
-    divisor       half the number of steps of the weight's dtype
-    per_channel   whether scales are per channel
-    """
-
-    read: Tensor
-    groups: int
-    given: Tensor
-    squares: Tensor
-    largest: Tensor
-    share: Tensor
-    taps: int
-    divisor: float
-    per_channel: bool
+    read: Tensor  # (out, in): labels of the input channels; equal for all outputs of a group
+    groups: int  # the number of groups
+    given: Tensor  # (out,): labels of the output channels
+    squares: Tensor  # (out, in): Σ w² over a kernel's taps
+    largest: Tensor  # (out, in): max |w| over a kernel's taps
+    share: Tensor  # (out, in): cost p_i · g_o of an error of mean square one in a weight
+    taps: int  # the number of a kernel's taps
+    divisor: float  # half the number of steps of the weight's dtype
+    per_channel: bool  # whether scales are per channel
 
     @property
     def labels(self) -> Tensor:
@@ -454,16 +443,11 @@ def _candidates(group: Tensor, terms: list[LayerNoise | TensorNoise], problem: _
 
 
 class _Cost(NamedTuple):
-    """The cost of some exponents.
+    """The cost of some exponents."""
 
-    error     the error with these exponents
-    doubtful  computes the error if channels had larger magnitudes than in the samples
-    balanced  the exponents at which the terms that grow with a factor equal those that shrink with it, all scales kept
-    """
-
-    error: float
-    doubtful: Callable[[], float]
-    balanced: Tensor
+    error: float  # the error with these exponents
+    doubtful: Callable[[], float]  # computes the error if channels had larger magnitudes than in the samples
+    balanced: Tensor  # the exponents at which the terms that grow with a factor equal those that shrink with it, all scales kept
 
 
 class _Costs:

@@ -44,31 +44,23 @@ Given = Mapping[str, tuple[Parts, Parts]]  # by layer: what it was given, and wh
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One choice of numbers, a row of the table `STEPS`.
+    """One choice of numbers, a row of the table `STEPS`."""
 
-    name      in the log, in the record of a calibration, and in the table of `fxq.tune`
-    because   the reason for its place
-    find      return what is to be changed, None for nothing; the model stays as it was. Without it `fxq.tune` alone takes the step
-    apply     put what was found into the model, and return a few words about it, none where nothing changed
-    undo      take back what the step of this name of an earlier calibration did, before it is found anew
-    option    the field of `fxq.Options` that turns it off (False)
-    least     how many samples it takes at least, unless the option is True, or an earlier calibration has taken it
-    has_work  whether the model has anything to choose
-    sampled   whether it takes the samples that are kept, and not the batches
-    remedies  values of `option` that `fxq.tune` tries for a calibrated model, each after a few words about it
-    learn     the function of `fxq.tuning` that does this by all samples, which `fxq.tune` tries too
-    """
-
-    name: str
-    because: str
+    name: str  # in the log, in the record of a calibration, and in the table of `fxq.tune`
+    because: str  # the reason for its place
+    # Return what is to be changed, None for nothing; the model stays as it was. Without it `fxq.tune` alone takes the step.
     find: Callable[[Run], Any] | None = None
+    # Put what was found into the model, and return a few words about it, none where nothing changed.
     apply: Callable[[Run, Any], str] = lambda run, change: ""
+    # Take back what the step of this name of an earlier calibration did, before it is found anew.
     undo: Callable[[Run, str], None] | None = None
-    option: str | None = None
-    least: int = 0
-    has_work: Callable[[Run], bool] = lambda run: True
-    sampled: bool = True
+    option: str | None = None  # the field of `fxq.Options` that turns it off (False)
+    least: int = 0  # how many samples it takes at least, unless the option is True, or an earlier calibration has taken it
+    has_work: Callable[[Run], bool] = lambda run: True  # whether the model has anything to choose
+    sampled: bool = True  # whether it takes the samples that are kept, and not the batches
+    # Values of `option` that `fxq.tune` tries for a calibrated model, each after a few words about it.
     remedies: Callable[[fx.GraphModule], Iterable[tuple[str, bool]]] | None = None
+    # The function of `fxq.tuning` that does this by all samples, which `fxq.tune` tries too.
     learn: Callable[..., TuningResult] | None = None
 
     def is_wanted(self, run: Run) -> bool:
@@ -78,21 +70,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Kept:
-    """The state that a calibration leaves on the model, so that a second one that goes on ends as one call with all batches would.
+    """The state that a calibration leaves on the model, so that a second one that goes on ends as one call with all batches would."""
 
-    inputs    the model's inputs of the first batches
-    samples   how many samples these have, and how many elements
-    seen      how many samples have gone by
-    counts    what the observers have counted by then: if it is another number, something else has observed since
-    given     by step, what layers were given by these samples
-    """
-
-    inputs: list[list[Any]] = field(default_factory=list)
-    samples: int = 0
+    inputs: list[list[Any]] = field(default_factory=list)  # the model's inputs of the first batches
+    samples: int = 0  # how many samples these have, and how many elements
     elements: int = 0
-    seen: int = 0
-    counts: int = 0
-    given: Mapping[str, Given] = field(default_factory=dict)
+    seen: int = 0  # how many samples have gone by
+    counts: int = 0  # what the observers have counted by then: if it is another number, something else has observed since
+    given: Mapping[str, Given] = field(default_factory=dict)  # by step, what layers were given by these samples
 
 
 @dataclass(eq=False)

@@ -263,16 +263,11 @@ def _sharpness(share: float) -> float | None:
 
 
 class LearnedRounding(NamedTuple):
-    """The rounding decision of one layer.
+    """The rounding decision of one layer."""
 
-    offset  of its roundings, in steps, shape of the weight; None: its rounding stays
-    share   of its largest magnitude that the scale covers, (C,) or (1,); None: all, or the scale is learned
-    scale   where a learned scale starts, (C,) or (1,); None: the scale is not learned
-    """
-
-    offset: Tensor | None = None
-    share: Tensor | None = None
-    scale: Tensor | None = None
+    offset: Tensor | None = None  # of its roundings, in steps, shape of the weight; None: its rounding stays
+    share: Tensor | None = None  # of its largest magnitude that the scale covers, (C,) or (1,); None: all, or the scale is learned
+    scale: Tensor | None = None  # where a learned scale starts, (C,) or (1,); None: the scale is not learned
 
     def copied(self) -> LearnedRounding:
         """Return the same numbers in the memory of the host, which no change of the model reaches."""

@@ -285,25 +285,16 @@ class _Seen(Rounding):
 
 
 class _Layer(NamedTuple):
-    """A layer's weight in units of its scale, and the operands of every chunk of samples.
+    """A layer's weight in units of its scale, and the operands of every chunk of samples."""
 
-    real      the weight, float32 (out, in/groups, …)
-    clipped   the weight clamped to `limits`, of the same shape: its scale may not cover all of it
-    rounded   the current integers, of the same shape
-    limits    the smallest and the largest integer
-    groups    the number of groups of the layer
-    operands  the arguments of the operator by name, for each chunk
-    scale     the scale of each output, float32
-    """
-
-    real: Tensor
-    clipped: Tensor
-    rounded: Tensor
-    limits: tuple[int, int]
-    groups: int
+    real: Tensor  # the weight, float32 (out, in/groups, …)
+    clipped: Tensor  # the weight clamped to `limits`, of the same shape: its scale may not cover all of it
+    rounded: Tensor  # the current integers, of the same shape
+    limits: tuple[int, int]  # the smallest and the largest integer
+    groups: int  # the number of groups of the layer
     operator: QuantizedOperator
-    operands: list[dict[str, Any]]
-    scale: Tensor
+    operands: list[dict[str, Any]]  # the arguments of the operator by name, for each chunk
+    scale: Tensor  # the scale of each output, float32
 
     @staticmethod
     def of(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values]) -> _Layer | None:

@@ -58,14 +58,13 @@ class Kit:
     """A kit in a folder.
 
     identity  the kit that results must belong to: a digest of its target, programs, cases, refusals and files
-    files     the SHA-256 of each file, by its path in the folder
     """
 
     folder: Path
     target: str
     programs: tuple[ProbeProgram, ...]
     refusals: tuple[Refusal, ...]
-    files: Mapping[str, str]
+    files: Mapping[str, str]  # the SHA-256 of each file, by its path in the folder
 
     @property
     def identity(self) -> str:

@@ -28,20 +28,13 @@ SLACK = 64  # bytes after a held tensor that vector instructions may read
 
 @dataclass(frozen=True)
 class Match:
-    """A place in a graph where a pattern was found.
+    """A place in a graph where a pattern was found."""
 
-    root     the node whose value the kernel computes
-    covers   the primitives that are computed with it, the root last
-    reads    the quantized tensors, or float ones, that it reads
-    parts    the rest, by name: nodes of constants, numbers, primitives
-    results  those of them beside the root that others read
-    """
-
-    root: fx.Node
-    covers: tuple[fx.Node, ...]
-    reads: tuple[fx.Node, ...]
-    parts: Mapping[str, Any] = field(default_factory=dict)
-    results: tuple[fx.Node, ...] = ()
+    root: fx.Node  # the node whose value the kernel computes
+    covers: tuple[fx.Node, ...]  # the primitives that are computed with it, the root last
+    reads: tuple[fx.Node, ...]  # the quantized tensors, or float ones, that it reads
+    parts: Mapping[str, Any] = field(default_factory=dict)  # the rest, by name: nodes of constants, numbers, primitives
+    results: tuple[fx.Node, ...] = ()  # those of them beside the root that others read
 
 
 def in_order(sources: Iterable[fx.Node], *roots: fx.Node) -> list[fx.Node]:
@@ -61,17 +54,12 @@ Matched = Match | str | None
 
 @dataclass(frozen=True)
 class ChannelsLast:
-    """The layout of a kernel's tensor: `rows` pixels of `pixel` elements, whose first `channels` are valid.
-
-    zero            the byte that stands for the centred integer 0
-    dtype           uint8, or int32 for accumulators, which have no zero
-    channels_first  whether dimension 1 is the channels, as of images and sequences (N, C, L); else the last one is
-    """
+    """The layout of a kernel's tensor: `rows` pixels of `pixel` elements, whose first `channels` are valid."""
 
     sizes: SIZES
-    zero: int = 0
-    dtype: torch.dtype = torch.uint8
-    channels_first: bool = True
+    zero: int = 0  # the byte that stands for the centred integer 0
+    dtype: torch.dtype = torch.uint8  # uint8, or int32 for accumulators, which have no zero
+    channels_first: bool = True  # whether dimension 1 is the channels, as of images and sequences (N, C, L); else the last one is
 
     @property
     def grid(self) -> tuple[int, int, int, int, int]:
@@ -152,14 +140,10 @@ class Disagrees(Exception):
 
 @dataclass(frozen=True)
 class Forms:
-    """The facts by which kernels hold the tensors of an integer graph, and prove that they compute them.
+    """The facts by which kernels hold the tensors of an integer graph, and prove that they compute them."""
 
-    non_negative    the quantized tensors without negative centred integers
-    channels_first  the tensors whose dimension 1 is the channels
-    """
-
-    non_negative: frozenset[fx.Node]
-    channels_first: frozenset[fx.Node]
+    non_negative: frozenset[fx.Node]  # the quantized tensors without negative centred integers
+    channels_first: frozenset[fx.Node]  # the tensors whose dimension 1 is the channels
     model: fx.GraphModule
 
     @cached_property
@@ -179,13 +163,11 @@ class Forms:
 
 @dataclass(frozen=True)
 class Site:
-    """One place where a kernel may run.
-
-    sizes  of every tensor of the graph, for as many images as the proof takes; what is built runs with any number
-    """
+    """One place where a kernel may run."""
 
     model: fx.GraphModule
     match: Match
+    # Of every tensor of the graph, for as many images as the proof takes; what is built runs with any number.
     sizes: Mapping[fx.Node, SIZES]
     forms: Forms
 
@@ -231,18 +213,12 @@ class Binding:
 
 @dataclass
 class Implementation:
-    """A way to compute a kernel.
+    """A way to compute a kernel."""
 
-    name        the name that `explain` shows
-    build       builds it for one place; raises NotApplicable where its conditions do not hold
-    reads_held  whether it reads tensors in the layout of kernels (`ChannelsLast`); else in that of the primitives
-    strided     whether it reads both, as tensors of any strides, and writes its result as the primitives would
-    """
-
-    name: str
-    build: Callable[[Site], Built]
-    reads_held: bool = True
-    strided: bool = False
+    name: str  # the name that `explain` shows
+    build: Callable[[Site], Built]  # builds it for one place; raises NotApplicable where its conditions do not hold
+    reads_held: bool = True  # whether it reads tensors in the layout of kernels (`ChannelsLast`); else in that of the primitives
+    strided: bool = False  # whether it reads both, as tensors of any strides, and writes its result as the primitives would
 
 
 def implementation(name: str, reads_held: bool = True, strided: bool = False) -> Callable[[Callable[[Site], Built]], Implementation]:

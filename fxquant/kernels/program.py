@@ -19,18 +19,12 @@ Maker = Callable[[list[int], int, Tensor | None], Step]  # from the places that 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a node of an integer graph is computed on this machine.
+    """How a node of an integer graph is computed on this machine."""
 
-    kernel          the name of its kernel; "" for a primitive that no kernel serves
-    implementation  the name of the implementation that runs; None where the primitives run
-    refused         why those before it are not used, by name; the reason of a primitive that no kernel serves is under ""
-    disagrees       those of them that computed other bits than the primitives
-    """
-
-    kernel: str
-    implementation: str | None
-    refused: Mapping[str, str]
-    disagrees: tuple[str, ...] = ()
+    kernel: str  # the name of its kernel; "" for a primitive that no kernel serves
+    implementation: str | None  # the name of the implementation that runs; None where the primitives run
+    refused: Mapping[str, str]  # why those before it are not used, by name; the reason of a primitive that no kernel serves is under ""
+    disagrees: tuple[str, ...] = ()  # those of them that computed other bits than the primitives
 
     @property
     def because(self) -> str:

@@ -31,16 +31,11 @@ def _has_passes(arithmetic: Arithmetic) -> bool:
 
 
 class Mode(NamedTuple):
-    """The mode of an operator.
+    """The mode of an operator."""
 
-    training         whether dropout is active, and large tables are computed only at the integers that occur
-    observing        whether scales follow the batch
-    live_batch_norm  whether batch norms use the batch's statistics, and update the running ones
-    """
-
-    training: bool = False
-    observing: bool = False
-    live_batch_norm: bool = False
+    training: bool = False  # whether dropout is active, and large tables are computed only at the integers that occur
+    observing: bool = False  # whether scales follow the batch
+    live_batch_norm: bool = False  # whether batch norms use the batch's statistics, and update the running ones
 
 
 _ONCE: ContextVar[dict[Any, Any] | None] = ContextVar("constants", default=None)

@@ -40,14 +40,10 @@ Lift = Callable[[Tensor], Tensor]
 
 
 class ResidualFactor(NamedTuple):
-    """The factor of a residual that is added to an accumulator: per channel, shaped to broadcast.
+    """The factor of a residual that is added to an accumulator: per channel, shaped to broadcast."""
 
-    multiplier   integers, with gradients while training
-    right_shift  of the product, rounding down; None for none
-    """
-
-    multiplier: Any
-    right_shift: Any = None
+    multiplier: Any  # integers, with gradients while training
+    right_shift: Any = None  # of the product, rounding down; None for none
 
     def value(self) -> Tensor:
         """Return the factor as a tensor; only for eager lowering."""
@@ -57,24 +53,16 @@ class ResidualFactor(NamedTuple):
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The requantization of an accumulator.
+    """The requantization of an accumulator."""
 
-    ratio  the scale of the accumulator
-    clamp  the fused clamp, as a float interval, or None
-    bound  the largest magnitude of the accumulator, if it may exceed 32 bits
-    lift   the half step of the output that a layer's bias includes for rounding, as a function of the output's scale, or None
-    kind   the kind of the accumulator: VALUE, LAYER, …
-    to     the quantizer of the result; None for the operator's output
-    role   the beginning of the names of its constants
-    """
-
-    ratio: Ratio
-    clamp: Clamp | None = None
-    bound: float = 0
+    ratio: Ratio  # the scale of the accumulator
+    clamp: Clamp | None = None  # the fused clamp, as a float interval, or None
+    bound: float = 0  # the largest magnitude of the accumulator, if it may exceed 32 bits
+    # The half step of the output that a layer's bias includes for rounding, as a function of the output's scale, or None.
     lift: Lift | None = None
-    kind: str = VALUE
-    to: Quantizer | None = None
-    role: str = ""
+    kind: str = VALUE  # the kind of the accumulator: VALUE, LAYER, …
+    to: Quantizer | None = None  # the quantizer of the result; None for the operator's output
+    role: str = ""  # the beginning of the names of its constants
 
     @property
     def accumulator_bits(self) -> int:

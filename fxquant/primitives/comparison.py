@@ -12,17 +12,12 @@ from fxquant.primitives.steps import Op, Writer
 
 
 class Relation(NamedTuple):
-    """The relation of one number to another.
+    """The relation of one number to another."""
 
-    function  compares tensors
-    onnx      the operator of ONNX; of "ne" the opposite one
-    swapped   the relation of the other number to the first
-    rounding  "floor" or "ceil" of a bound is the integer to which the same integers are in this relation; None: only an integer has one
-    """
-
-    function: Callable[[Tensor, Tensor], Tensor]
-    onnx: str
-    swapped: str
+    function: Callable[[Tensor, Tensor], Tensor]  # compares tensors
+    onnx: str  # the operator of ONNX; of "ne" the opposite one
+    swapped: str  # the relation of the other number to the first
+    # "floor" or "ceil" of a bound is the integer to which the same integers are in this relation; None: only an integer has one.
     rounding: str | None = None
 
 

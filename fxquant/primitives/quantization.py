@@ -157,18 +157,12 @@ def steps_of_half_step(shift: Tensor, multiplier: Tensor, right_shift: Tensor, h
 
 
 class Rounded(NamedTuple):
-    """One rounded float32 operation: QuantizeLinear by divisors, or after a product.
+    """One rounded float32 operation: QuantizeLinear by divisors, or after a product."""
 
-    by       divisors or factors, float32 of shape (channels,), or () where one applies to all
-    divides  whether `by` are divisors
-    axis     the dimension of the channels, counted from the end; None where one number applies to all
-    add      the float32 constant that is added to the integers first, which broadcasts against them; None for nothing
-    """
-
-    by: Tensor
-    divides: bool
-    axis: int | None
-    add: Tensor | None = None
+    by: Tensor  # divisors or factors, float32 of shape (channels,), or () where one applies to all
+    divides: bool  # whether `by` are divisors
+    axis: int | None  # the dimension of the channels, counted from the end; None where one number applies to all
+    add: Tensor | None = None  # the float32 constant that is added to the integers first, which broadcasts against them; None for nothing
 
 
 def rounded(steps: Tensor, size: Tensor, low: int, high: int, add: Tensor | None = None, lowered: bool = False) -> Rounded | None:

@@ -17,16 +17,11 @@ MAGNITUDE = UINT8.high  # of the operand's centred integers: 255 where the zero 
 
 
 class Centred(NamedTuple):
-    """A float tensor quantized dynamically, with a scale and zero point from its own range.
+    """A float tensor quantized dynamically, with a scale and zero point from its own range."""
 
-    integers    q - zero_point, integers in float32, of the tensor's shape
-    scale       float32, shape ()
-    zero_point  an integer in float32, shape ()
-    """
-
-    integers: Tensor
-    scale: Tensor
-    zero_point: Tensor
+    integers: Tensor  # q - zero_point, integers in float32, of the tensor's shape
+    scale: Tensor  # float32, shape ()
+    zero_point: Tensor  # an integer in float32, shape ()
 
 
 def centred(input: Tensor) -> Centred:

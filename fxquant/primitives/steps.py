@@ -49,15 +49,12 @@ class Step(NamedTuple):
 
 @dataclass
 class Writer:
-    """The steps of a chain of primitives, its operands, and whether it needs 64 bits.
-
-    operands   the register of each tensor that is read, with the key of an activation, or a constant
-    registers  the numbers of free registers
-    """
+    """The steps of a chain of primitives, its operands, and whether it needs 64 bits."""
 
     steps: list[Step] = field(default_factory=list)
+    # The register of each tensor that is read, with the key of an activation, or a constant.
     operands: list[tuple[int, Any]] = field(default_factory=list)
-    registers: Iterator[int] = field(default_factory=itertools.count)
+    registers: Iterator[int] = field(default_factory=itertools.count)  # the numbers of free registers
     wide: bool = False
 
     def operand(self, value: Any) -> int:

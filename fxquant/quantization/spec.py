@@ -335,16 +335,11 @@ Chosen = QConfig | None  # None keeps the operator in float
 
 @dataclass(frozen=True)
 class Call:
-    """One call in a module's forward, for a rule.
+    """One call in a module's forward, for a rule."""
 
-    module  the module's path; "" is the model itself
-    kind    a layer's class, a function, or the name of a tensor's method
-    index   its index among the calls of this kind in that forward
-    """
-
-    module: str
-    kind: Any
-    index: int
+    module: str  # the module's path; "" is the model itself
+    kind: Any  # a layer's class, a function, or the name of a tensor's method
+    index: int  # its index among the calls of this kind in that forward
 
     def __str__(self) -> str:
         return f"{self.index} of {_written(self.kind)} in {self.module or 'the model itself'}"
@@ -356,14 +351,10 @@ def _written(kind: Any) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """The source of a QConfig: the attribute of a module, a rule of the mapping, or its default.
+    """The source of a QConfig: the attribute of a module, a rule of the mapping, or its default."""
 
-    kind   "attribute", "call", "name", "pattern", "type" or "default"
-    key    the module's path, the Call, the name, the pattern, or the type or function
-    """
-
-    kind: str
-    key: Any = ""
+    kind: str  # "attribute", "call", "name", "pattern", "type" or "default"
+    key: Any = ""  # the module's path, the Call, the name, the pattern, or the type or function
 
     def __str__(self) -> str:
         return f"{self.kind} {self.key if isinstance(self.key, Call) else _written(self.key)}".rstrip()

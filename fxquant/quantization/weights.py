@@ -116,18 +116,12 @@ Parts = tuple[Rounding, Coverage | None, BiasCorrection | None]  # of a weight q
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight's integers and their scale.
+    """A weight's integers and their scale."""
 
-    integers  integers in float32, of the weight's shape, with gradients
-    scale     float32 of shape (C,), one number for each channel, or (1,)
-    own       bool of that shape: whether the scale is that of the weight, and was not raised for the bias or a residual
-    total     float64 of shape (C,): Σ |·| of each channel's integers
-    """
-
-    integers: Tensor
-    scale: Tensor
-    own: Tensor
-    total: Tensor
+    integers: Tensor  # integers in float32, of the weight's shape, with gradients
+    scale: Tensor  # float32 of shape (C,), one number for each channel, or (1,)
+    own: Tensor  # bool of that shape: whether the scale is that of the weight, and was not raised for the bias or a residual
+    total: Tensor  # float64 of shape (C,): Σ |·| of each channel's integers
 
 
 class WeightQuantizer(torch.nn.Module):

@@ -15,16 +15,11 @@ Row = TypeVar("Row", bound=NamedTuple)
 
 @dataclass(frozen=True)
 class Rows(Sequence[Row], Generic[Row]):
-    """Findings, a named tuple each, in the order of the graph.
+    """Findings, a named tuple each, in the order of the graph."""
 
-    title   the heading of the table
-    items   the rows
-    none    the text if there are none
-    """
-
-    title: str
-    items: tuple[Row, ...]
-    none: str = "none"
+    title: str  # the heading of the table
+    items: tuple[Row, ...]  # the rows
+    none: str = "none"  # the text if there are none
 
     def __getitem__(self, index: Any) -> Any:
         return self.items[index]

@@ -46,20 +46,13 @@ OF_WEIGHTS = ("rounding of weights", "AdaRound")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The quality of the outputs, that of the worst floating-point output, or part of one.
+    """The quality of the outputs, that of the worst floating-point output, or part of one."""
 
-    grade   "good", "visible" or "poor", by the thresholds GOOD and VISIBLE
-    output  the name of the worst output, or of a part of it: "output 0 (%sigmoid)"
-    sqnr    its signal-to-noise ratio in dB
-    causes  the composition of its noise, if it is not good and no single layer dominates
-    tries   names of the parts of `fxq.tune` to try first by these causes
-    """
-
-    grade: str
-    output: str
-    sqnr: float
-    causes: tuple[str, ...] = ()
-    tries: tuple[str, ...] = ()
+    grade: str  # "good", "visible" or "poor", by the thresholds GOOD and VISIBLE
+    output: str  # the name of the worst output, or of a part of it: "output 0 (%sigmoid)"
+    sqnr: float  # its signal-to-noise ratio in dB
+    causes: tuple[str, ...] = ()  # the composition of its noise, if it is not good and no single layer dominates
+    tries: tuple[str, ...] = ()  # names of the parts of `fxq.tune` to try first by these causes
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -29,14 +29,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kind:
-    """The values that an argument may have.
+    """The values that an argument may have."""
 
-    right  a description of the allowed values, for errors
-    take   converts a value for the function; raises TypeError or ValueError for a value that is not allowed
-    """
-
-    right: str
-    take: Callable[[Any], Any]
+    right: str  # a description of the allowed values, for errors
+    take: Callable[[Any], Any]  # converts a value for the function; raises TypeError or ValueError for a value that is not allowed
 
     def or_none(self, meaning: str) -> Kind:
         """Return this kind with None allowed too; `meaning` says what None stands for."""

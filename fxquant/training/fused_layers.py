@@ -57,16 +57,12 @@ def form_of(value: Tensor, trailing: int) -> Form | None:
 
 
 class Accumulator(NamedTuple):
-    """Sums, float32, with a bias and a residual to be added.
-
-    bias      of shape (C,), or None
-    residual  of the shape of the sums, or None; it is multiplied by `factor`, of shape (C,)
-    """
+    """Sums, float32, with a bias and a residual to be added."""
 
     sums: Tensor
     form: Form
-    bias: Tensor | None = None
-    residual: Tensor | None = None
+    bias: Tensor | None = None  # of shape (C,), or None
+    residual: Tensor | None = None  # of the shape of the sums, or None; it is multiplied by `factor`, of shape (C,)
     factor: Tensor | None = None
 
     def value(self) -> Tensor:

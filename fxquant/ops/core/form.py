@@ -27,28 +27,19 @@ LARGEST_BIAS = 2**23  # in steps; an operand that was narrowed has up to 2^8 as 
 
 @dataclass(frozen=True)
 class Call:
-    """An operator to be written in ONNX.
-
-    arguments   its canonical arguments, with the names of float values for activations
-    constants   its parameters by role: integers, scales, and the axis these run along
-    between     quantizes and dequantizes the value that a residual is added to, or None if the integer graph does not
-    rounded     quantizes and dequantizes a value on the scale of the result
-    node        the node of the integer graph that is its result
-    primitives  the nodes it was lowered to
-    exported    writes its float function as PyTorch's exporter does
-    whole       whether an operator of opset 20 that not every compiler knows is written where there is one
-    """
+    """An operator to be written in ONNX."""
 
     e: Emitter
     name: str
-    arguments: dict[str, Any]
-    constants: dict[str, tuple[Tensor, Tensor, int | None]]
+    arguments: dict[str, Any]  # its canonical arguments, with the names of float values for activations
+    constants: dict[str, tuple[Tensor, Tensor, int | None]]  # its parameters by role: integers, scales, and the axis these run along
+    # Quantizes and dequantizes the value that a residual is added to, or None if the integer graph does not.
     between: Callable[[str], str] | None
-    rounded: Callable[[str], str]
-    node: fx.Node
-    primitives: list[fx.Node]
-    exported: Callable[[], str]
-    whole: bool = False
+    rounded: Callable[[str], str]  # quantizes and dequantizes a value on the scale of the result
+    node: fx.Node  # the node of the integer graph that is its result
+    primitives: list[fx.Node]  # the nodes it was lowered to
+    exported: Callable[[], str]  # writes its float function as PyTorch's exporter does
+    whole: bool = False  # whether an operator of opset 20 that not every compiler knows is written where there is one
 
     by_layers: ClassVar[bool] = False  # whether what is computed as a layer with one weight is written as one, and averages as means
 

@@ -61,16 +61,12 @@ class Same:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A demand for a constant scale and dtype, which need no calibration.
-
-    zero_point  of an affine dtype; None: the zero point whose range is that of a symmetric dtype
-    otherwise   the demand on a target without activations of the dtype; None: it refuses the operator
-    """
+    """A demand for a constant scale and dtype, which need no calibration."""
 
     scale: float
     dtype: str
-    zero_point: int | None = None
-    otherwise: Fixed | Own | None = None
+    zero_point: int | None = None  # of an affine dtype; None: the zero point whose range is that of a symmetric dtype
+    otherwise: Fixed | Own | None = None  # the demand on a target without activations of the dtype; None: it refuses the operator
 
 
 @dataclass(frozen=True)

@@ -43,26 +43,17 @@ IN_PARTS: dict[Role | None, int] = {Role.CONVOLUTION: 1, Role.LINEAR: -1}
 
 @dataclass(frozen=True)
 class Product:
-    """The primitives of a weighted layer, and the form of the weight that they take.
+    """The primitives of a weighted layer, and the form of the weight that they take."""
 
-    narrow      the primitive for accumulators below 2^24
-    wide        the primitive for larger accumulators
-    attributes  the arguments of both after input, weight and bias
-    trailing    the number of dimensions after the channels in the output
-    layout      permutes a weight whose dimension 0 is the output channels into the form that both take
-    channels    the dimension of the output channels in that form
-    transposed  whether it is a transposed convolution, whose biases may have fewer bits
-    in_parts    whether `wide` takes a `Split` that keeps the sums of parts below 2^24; else it sums in float64
-    """
-
-    narrow: Callable[..., Tensor]
-    wide: Callable[..., Tensor]
-    attributes: tuple[Any, ...] = ()
-    trailing: int = 0
+    narrow: Callable[..., Tensor]  # the primitive for accumulators below 2^24
+    wide: Callable[..., Tensor]  # the primitive for larger accumulators
+    attributes: tuple[Any, ...] = ()  # the arguments of both after input, weight and bias
+    trailing: int = 0  # the number of dimensions after the channels in the output
+    # Permutes a weight whose dimension 0 is the output channels into the form that both take.
     layout: Callable[[Tensor], Tensor] = lambda weight: weight
-    channels: int = 0
-    transposed: bool = False
-    in_parts: bool = False
+    channels: int = 0  # the dimension of the output channels in that form
+    transposed: bool = False  # whether it is a transposed convolution, whose biases may have fewer bits
+    in_parts: bool = False  # whether `wide` takes a `Split` that keeps the sums of parts below 2^24; else it sums in float64
 
 
 @dataclass(frozen=True)

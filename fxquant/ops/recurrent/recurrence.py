@@ -30,22 +30,15 @@ BENT = Fixed(SATURATED * 2.0**-15, "int16", otherwise=Own("int8"))  # before the
 
 @dataclass
 class _Layer:
-    """One direction of one layer while it is being written.
+    """One direction of one layer while it is being written."""
 
-    build       writes its parts
-    weight      U, the state's weight; `bias` is added to its product; `projection` is W_r, or None
-    size        how many numbers a gate has
-    bounded     whether the state begins at zero, so that a GRU's state stays within (-1, 1)
-    tied        by role, the first tensor of those that share a scale at all steps
-    """
-
-    build: Builder
-    weight: fx.Node
+    build: Builder  # writes its parts
+    weight: fx.Node  # U, the state's weight; `bias` is added to its product; `projection` is W_r, or None
     bias: fx.Node | None
     projection: fx.Node | None
-    size: int
-    bounded: bool
-    tied: dict[str, list[fx.Node]] = field(default_factory=dict)
+    size: int  # how many numbers a gate has
+    bounded: bool  # whether the state begins at zero, so that a GRU's state stays within (-1, 1)
+    tied: dict[str, list[fx.Node]] = field(default_factory=dict)  # by role, the first tensor of those that share a scale at all steps
 
     def made(self, tie: str, function: Callable[..., Any], *args: Any, demand: Demand) -> fx.Node:
         """Add a part that has one grid at all steps with all others of this name."""
@@ -152,16 +145,11 @@ def _limit(build: Builder, weight: fx.Node, bias: fx.Node | None) -> float | Non
 
 @dataclass
 class _Sequence:
-    """A recurrent layer while it is being written.
+    """A recurrent layer while it is being written."""
 
-    build   writes its parts
-    kind    which step it repeats: "lstm", "gru", "tanh" or "relu"
-    axis    the dimension of its input that the steps run along
-    """
-
-    build: Builder
-    kind: str
-    axis: int
+    build: Builder  # writes its parts
+    kind: str  # which step it repeats: "lstm", "gru", "tanh" or "relu"
+    axis: int  # the dimension of its input that the steps run along
 
     def direction(
         self, input: fx.Node, weights: Sequence[fx.Node], biases: bool, state: State, backwards: bool

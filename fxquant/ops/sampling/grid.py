@@ -28,15 +28,11 @@ GRID_SAMPLE_OPSET, LINEAR_OPSET = 16, 20  # the first that has the operator, and
 
 @dataclass(frozen=True)
 class Positions:
-    """Where an image is read: factor · value + offset pixels, per coordinate, of a value that an operator reads.
-
-    offset   a number per coordinate, or one for every place as well
-    corners  whether the middles of the outermost pixels are the image's ends
-    """
+    """Where an image is read: factor · value + offset pixels, per coordinate, of a value that an operator reads."""
 
     factor: list[float]
-    offset: Tensor
-    corners: bool
+    offset: Tensor  # a number per coordinate, or one for every place as well
+    corners: bool  # whether the middles of the outermost pixels are the image's ends
 
 
 def normalized(spatial: Sequence[int], align_corners: bool) -> Positions:

@@ -125,14 +125,10 @@ class Template:
 
 @dataclass(frozen=True)
 class ModuleNameTemplate(Template):
-    """Dtypes and thresholds by module name; "" covers every operator, and the longest name takes precedence.
+    """Dtypes and thresholds by module name; "" covers every operator, and the longest name takes precedence."""
 
-    config_mapping   a dtype, of the output; a dict of dtypes by operand; or {"dtype": …, "threshold": …} with these
-    freeze           no effect: a dtype that the march does not support is an error, without a fallback
-    """
-
-    config_mapping: Mapping[str, Any]
-    freeze: bool = False
+    config_mapping: Mapping[str, Any]  # a dtype, of the output; a dict of dtypes by operand; or {"dtype": …, "threshold": …} with these
+    freeze: bool = False  # no effect: a dtype that the march does not support is an error, without a fallback
 
     def apply(self, place: Place, asked: Asked) -> Asked:
         for name in sorted((name for name in self.config_mapping if place.below(name)), key=len):
@@ -195,16 +191,11 @@ class GEMMInt8Template(Template):
 
 @dataclass(frozen=True)
 class SensitivityTemplate(Template):
-    """16 bits for the most sensitive operators of a table: rows that begin with a name, the worst first.
+    """16 bits for the most sensitive operators of a table: rows that begin with a name, the worst first."""
 
-    sensitive_table  rows (name, "activation" or "weight", …), or names, or what `QuantAnalysis.sensitivity` returns
-    topk_or_ratio    how many rows, as an integer, or which fraction of them
-    sensitive_type   what becomes wide: "activation", "weight" or "both"
-    """
-
-    sensitive_table: Any
-    topk_or_ratio: int | float
-    sensitive_type: str = "both"
+    sensitive_table: Any  # rows (name, "activation" or "weight", …), or names, or what `QuantAnalysis.sensitivity` returns
+    topk_or_ratio: int | float  # how many rows, as an integer, or which fraction of them
+    sensitive_type: str = "both"  # what becomes wide: "activation", "weight" or "both"
     low_precision_dtype: Any = "qint8"
     high_precision_dtype: Any = "qint16"
 
@@ -253,18 +244,13 @@ class HighPrecisionOutputTemplate(Automatic):
 
 @dataclass(frozen=True)
 class QconfigSetter:
-    """A reference qconfig, and templates that change it operand by operand, in order.
-
-    enable_optimize         no effect: requests are not changed, and an unsupported one is an error
-    save_dir                a folder for qconfig.json, the resulting rules for a model; None: nothing is written
-    custom_qconfig_mapping  qconfigs by module name, which override the templates
-    """
+    """A reference qconfig, and templates that change it operand by operand, in order."""
 
     reference_qconfig: fxq.QConfig = field(default_factory=get_qconfig)
     templates: Any = ()
-    enable_optimize: bool = False
-    save_dir: str | Path | None = None
-    custom_qconfig_mapping: Mapping[str, Any] | None = None
+    enable_optimize: bool = False  # no effect: requests are not changed, and an unsupported one is an error
+    save_dir: str | Path | None = None  # a folder for qconfig.json, the resulting rules for a model; None: nothing is written
+    custom_qconfig_mapping: Mapping[str, Any] | None = None  # qconfigs by module name, which override the templates
 
     def of(self, place: Place) -> Any:
         """Return the request for an operator."""
