@@ -28,21 +28,15 @@ _EXTREMES = gathering(MinMaxObserver())
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor of the float model that is observed.
+    """A tensor of the float model that is observed."""
 
-    name    its node's name; for a quantize, that of the node that computes the float value; with ".intermediate" appended for the tensor
-            that a residual is added to
-    fused   the nodes that are fused into it
-    shape   shape and dtype, as in f32[B,8,16,16]
-    within  the interval to which its values are clamped before they are observed
-    exponents  the powers of two by which its channels were multiplied (`ChannelFactors`); () without equalization
-    """
-
+    # Its node's name; for a quantize, that of the node that computes the float value; with ".intermediate" appended for the tensor that a
+    # residual is added to.
     name: str
-    fused: tuple[str, ...]
-    shape: str
-    within: Interval
-    exponents: tuple[int, ...] = ()
+    fused: tuple[str, ...]  # the nodes that are fused into it
+    shape: str  # shape and dtype, as in f32[B,8,16,16]
+    within: Interval  # the interval to which its values are clamped before they are observed
+    exponents: tuple[int, ...] = ()  # the powers of two by which its channels were multiplied (`ChannelFactors`); () without equalization
 
 
 Places = tuple[Place, ...]  # of one tensor, or of several that share a scale, in the order they are computed

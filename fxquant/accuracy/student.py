@@ -59,17 +59,13 @@ Learned = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings with which a unit learns.
+    """The settings with which a unit learns."""
 
-    steps     the number of Adam steps, each with one chunk of samples
-    rounded   the probability with which an element of an operand or an inner tensor is rounded; None: operands are always rounded, inner
-              tensors never
-    scales    whether the scales of inner tensors are learned
-    """
-
-    steps: int
+    steps: int  # the number of Adam steps, each with one chunk of samples
+    # The probability with which an element of an operand or an inner tensor is rounded; None: operands are always rounded, inner tensors
+    # never.
     rounded: float | None = None
-    scales: bool = False
+    scales: bool = False  # whether the scales of inner tensors are learned
 
 
 class _Choice:

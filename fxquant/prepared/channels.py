@@ -27,19 +27,14 @@ from fxquant.quantization.weights import ChannelFactors
 
 @dataclass(frozen=True)
 class Channels:
-    """The labels of a prepared model's channels, int64: channels that must have the same factor have the same label.
+    """The labels of a prepared model's channels, int64: channels that must have the same factor have the same label."""
 
-    tensors  the labels of every tensor with a batch dimension, of its shape without the batch, and of size 1 along dimensions in which
-             labels do not differ
-    read     the labels of the input channels of every operator with `ChannelFactors`, (input channels,)
-    given    the labels of its output channels, (output channels,)
-    number   the number of labels, including 0, the label of channels whose factor must be 1
-    """
-
+    # The labels of every tensor with a batch dimension, of its shape without the batch, and of size 1 along dimensions in which labels do
+    # not differ.
     tensors: dict[fx.Node, Tensor]
-    read: dict[fx.Node, Tensor]
-    given: dict[fx.Node, Tensor]
-    number: int
+    read: dict[fx.Node, Tensor]  # the labels of the input channels of every operator with `ChannelFactors`, (input channels,)
+    given: dict[fx.Node, Tensor]  # the labels of its output channels, (output channels,)
+    number: int  # the number of labels, including 0, the label of channels whose factor must be 1
 
 
 def channels(prepared: fx.GraphModule, *, open_alone: bool = False) -> Channels:

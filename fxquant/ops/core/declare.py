@@ -27,7 +27,8 @@ from fxquant.primitives import shape
 
 Guard = Callable[[fx.Node, dict[str, Any]], str | None]
 Function = Callable[..., Any]
-ACTIVATIONS = ("fx.Node", "Quantized")  # annotations of the parameters that take them
+# Annotations of parameters: as text where a file postpones their evaluation.
+ACTIVATIONS, LISTS = ("fx.Node", "Quantized", fx.Node, Quantized), ("Sequence[int]", Sequence[int])
 
 
 def composite(*forms: Any, **declared: Any) -> Callable[[Function], Callable[..., Tensor]]:
@@ -81,7 +82,7 @@ def declare(
         *(f for f in forms if callable(f) and not isinstance(f, type)),
         *spelled(*[name] * by_name, *(f for f in forms if isinstance(f, str))),
     ]
-    lists = [name for name, p in parameters.items() if p.annotation == "Sequence[int]"]
+    lists = [name for name, p in parameters.items() if p.annotation in LISTS]
     classes = [*(form for form in forms if isinstance(form, type)), *module_of(name if by_name else "")]
     if function is None:
         homes = (*spelled(name), *call_forms) if by_name else (*call_forms, *spelled(name))

@@ -33,16 +33,14 @@ class Own:
     """A demand for a separate, calibrated scale, with this dtype, or with that of the qconfig if `dtype` is None.
 
     A target that has no activations of the dtype refuses the operator, which then stays in float, unless `otherwise` names another dtype.
-    shared_where   a field of `Arithmetic`: if it is true, all operands share the scale of the result; if it is READ_ONCE, only operands
-                   that no other node reads share it
-    otherwise      the dtype on a target without activations of the first: `Own("int16", otherwise="int8")`
-    headroom       a factor of the calibrated scale, so that values above the calibrated range do not saturate; only for `dtype`
     """
 
     dtype: str | None = None
+    # A field of `Arithmetic`: if it is true, all operands share the scale of the result; if it is READ_ONCE, only operands that no other
+    # node reads share it.
     shared_where: str | None = None
-    otherwise: str | None = None
-    headroom: float = 1.0
+    otherwise: str | None = None  # the dtype on a target without activations of the first: `Own("int16", otherwise="int8")`
+    headroom: float = 1.0  # a factor of the calibrated scale, so that values above the calibrated range do not saturate; only for `dtype`
     limit: float | None = None
 
 

@@ -28,22 +28,17 @@ RECURRENT = 6.0  # the state of a step, rounded, is an operand of the next one
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of an operator.
+    """One call of an operator."""
 
-    arguments  by canonical parameter: of one that takes an activation the shape of a float32 tensor, without the batch; of any other the
-               value itself. A parameter that is absent has its default. Of a text: the shapes of its operands, by name
-    over       the interval in which activations are uniform; None: they are normal
-    within     the largest distance of the integer result from the float function, in steps of the result's scale, for int8 activations
-               that lie on their grid; None: the limit of its kind of operator. A result without a grid has to be equal
-    share      the share of elements that may be farther off, where rounding crosses a jump of the function, or changes an order
-    text       the call as it is written in a model; "": it has the canonical arguments, in each call form
-    """
-
+    # By canonical parameter: of one that takes an activation the shape of a float32 tensor, without the batch; of any other the value
+    # itself. A parameter that is absent has its default. Of a text: the shapes of its operands, by name.
     arguments: Mapping[str, Any]
-    over: Interval | None = None
+    over: Interval | None = None  # the interval in which activations are uniform; None: they are normal
+    # The largest distance of the integer result from the float function, in steps of the result's scale, for int8 activations that lie on
+    # their grid; None: the limit of its kind of operator. A result without a grid has to be equal.
     within: float | None = None
-    share: float = 0.0
-    text: str = ""
+    share: float = 0.0  # the share of elements that may be farther off, where rounding crosses a jump of the function, or changes an order
+    text: str = ""  # the call as it is written in a model; "": it has the canonical arguments, in each call form
 
 
 def sample(over: Interval | None = None, within: float | None = None, share: float = 0.0, **arguments: Any) -> Sample:

@@ -32,27 +32,19 @@ from fxquant.quantization.weights import BatchNorm, fold
 
 @dataclass(frozen=True)
 class Kind:
-    """Properties in which the kinds of convolution differ.
-
-    kernels     the float functions by rank
-    attributes  the parameters after weight and bias, with defaults, in PyTorch's order
-    order       the attributes in the primitives' order
-    arrange     weight and groups -> the weight as (out, in/groups, …); it is its own inverse. Folded and quantized in this form, the
-                weight has one scale per output channel
-    channels    the dimension of the output channels in PyTorch's form of the weight
-    narrow      the primitive for sums below 2^24, wide the other one
-    spread      the tensor whose elements each meet a whole kernel of one channel group, for counting MACs: the result, or the input
-    """
+    """Properties in which the kinds of convolution differ."""
 
     name: str
-    kernels: dict[int, Callable[..., Tensor]]
-    attributes: dict[str, Any]
-    order: tuple[str, ...]
+    kernels: dict[int, Callable[..., Tensor]]  # the float functions by rank
+    attributes: dict[str, Any]  # the parameters after weight and bias, with defaults, in PyTorch's order
+    order: tuple[str, ...]  # the attributes in the primitives' order
+    # Weight and groups -> the weight as (out, in/groups, …); it is its own inverse. Folded and quantized in this form, the weight has one
+    # scale per output channel.
     arrange: Callable[[Tensor, int], Tensor]
-    channels: int
-    narrow: Callable[..., Tensor]
+    channels: int  # the dimension of the output channels in PyTorch's form of the weight
+    narrow: Callable[..., Tensor]  # the primitive for sums below 2^24, wide the other one
     wide: Callable[..., Tensor]
-    spread: str
+    spread: str  # the tensor whose elements each meet a whole kernel of one channel group, for counting MACs: the result, or the input
 
 
 PLAIN = Kind(
