@@ -242,7 +242,7 @@ class FloatOutputs:
         return any(self.wanted)
 
     def noise(self, run: Run, chunks: Sequence[Sequence[Any]] | None = None) -> Noise:
-        """Return the noise of the outputs of `run`, for the same inputs or those of `chunks`, one chunk at a time."""
+        """Return the noise of the outputs of `run` against the wanted ones, for the same inputs or for `chunks`, one chunk at a time."""
         with torch.no_grad(), constants_kept():
             return Noise.of(self.wanted, (self.apart(run(chunk)) for chunk in (self.chunks if chunks is None else chunks)), self.counts)
 

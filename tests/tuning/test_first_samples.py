@@ -209,7 +209,7 @@ def test_samples_are_taken_from_all_that_are_kept() -> None:
     ("name", "target"), [("", "x86"), *((name, "bayes-e") for name in ("ResNet", "MobileNetV2", "MobileNetV3", "ViT"))]
 )
 def test_a_calibration_computes_the_network_at_most_eight_times(name: str, target: str) -> None:
-    """Counted in products, over all 64 samples; ranges, roundings and biases share what they compute."""
+    """Counted in products, over all 64 samples; ranges, roundings and biases share computed operands."""
     model, item = (built(name)[0], NETWORKS[name].item) if name else (network(), (3, 16, 16))
     inputs = list(torch.randn(64, *item, generator=torch.Generator().manual_seed(0)).split(16))
     with FlopCounterMode(display=False) as once, torch.no_grad():

@@ -58,7 +58,7 @@ class QuantStub(nn.Module):
 
 
 def scale_of_stubs(model: nn.Module, scale: float | None, why: str) -> Having:
-    """Return a context in which stubs without a scale of their own have this one; a line of the log names these stubs and the reason."""
+    """Return a context in which stubs without a scale of their own have `scale`; log the names of these stubs and the reason `why`."""
     open_ = [path for path, module in model.named_modules() if isinstance(module, QuantStub) and module._scale is BY_FUNCTION]
     if open_:
         logger.info("the scale of QuantStub %s is %s: %s", ", ".join(open_), "observed" if scale is None else f"{scale:g}", why)
