@@ -100,8 +100,6 @@ def _follow(node: fx.Node, narrowed: set[fx.Node]) -> None:
 # An island is a set of integer operators that are connected with each other and with no other integer operators. It stays in float if
 # three conditions hold. Every operand is computed by a float operator, or is an input that the island only moves. Every reader is a
 # float operator. The island computes no sums of products. Operators that a rule of the qconfig makes integer are left unchanged.
-
-
 def keep_islands(gm: fx.GraphModule, context: Context) -> int:
     """Keep islands in float whose values would cross from float to integer and back without a gain."""
     connected = nx.Graph()

@@ -107,8 +107,6 @@ def _boundary(
 #                                                          %p = max_pool2d(%p_requantize, 2)
 # %y = conv2d(%x, %w)     (input=int8, %x int16)     →     %x_requantize = requantize(%x)
 #                                                          %y = conv2d(%x_requantize, %w)
-
-
 LISTED = 8  # names in a message: a recurrent layer has hundreds of operators
 
 

@@ -380,7 +380,6 @@ def _attribute(gm: fx.GraphModule, node: fx.Node, target: str, value: Any, attri
 # tokens + 1, places // 2, mask & other      int64 arithmetic, without a scale: `fxquant.ops.elementwise.whole`
 # scores * places, bytes / 255               integers converted to float and quantized: `to_real`
 # logical_and(scores, mask)                  whether a number is not 0, then on booleans
-
 Call = tuple[Callable[..., Any], dict[str, Any]]  # an operator's function, and its arguments by name
 NEVER = 2**62  # stands for a number that no integer is equal to
 
@@ -603,8 +602,6 @@ def _compared(relation: str, arguments: dict[str, Any], build: Builder) -> Call:
 # %y = conv2d(%x)        [3, 8, 8]       →     %y_batch = reshape(%x, [1, 3, 8, 8])
 #                                              %y = conv2d(%y_batch)
 #                                              %y_sample = reshape(%y, [4, 6, 6])
-
-
 LAYERS = re.compile(r"(conv|conv_transpose)(\d)d")  # which join the channels of a sample
 POOLS = re.compile(r"(max_pool|avg_pool|lp_pool|adaptive_max_pool|adaptive_avg_pool)(\d)d")  # which do not
 NORMS: dict[type, int] = {nn.InstanceNorm1d: 1, nn.InstanceNorm2d: 2, nn.InstanceNorm3d: 3}

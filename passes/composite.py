@@ -162,8 +162,6 @@ def _pass_on(node: fx.Node, result: fx.Node) -> None:
 # %y = linear(%x, %w, %b)      →     %y = dynamic_linear(%x, %w, %b)
 # %y = matmul(%x, %w)          →     %w_permute = permute(%w, [1, 0])        (a parameter)
 #                                    %y = dynamic_linear(%x, %w_permute)
-
-
 MOST_INPUTS = INT32_MAX // (MAGNITUDE * 127)  # of a layer whose sum fits 32 bits whatever its weight
 
 

@@ -327,8 +327,6 @@ def _drop_unused(gm: fx.GraphModule, container: str) -> None:
 #     %y = requantize_real(%y_convolution, …)     →     %y is computed by the kernel "sum of products", with %y_convolution
 #
 # The kernels that are used are chosen on the machine that runs the model: see `fxquant.kernels.runner`.
-
-
 def find_kernels(gm: fx.GraphModule, context: Context) -> int:
     """Write the kernel and the other nodes that it computes on every node that a kernel matches."""
     changes = 0

@@ -146,8 +146,6 @@ def _origins(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
 # would have 8 bits for an output alone, and functions of one tensor after them. On a chip, where bytes cost time, a result of more
 # elements than the model's inputs has 16 bits instead, if the chip has them, and functions of many elements stay integer. A layer with a
 # fused clamp, and one whose dtype or scale a rule of the qconfig gives, keep their grids.
-
-
 SUM, LARGE = "int32", "int16"
 READ_ONCE = "only a dequantization reads it"
 MOST_ELEMENTS = 2**16  # elements for each item of a batch; the processor beside a chip takes about a millisecond for functions of so many

@@ -15,6 +15,7 @@ from fxquant.ops.layers.linear import linear, matmul
 from fxquant.pipeline import Context
 from fxquant.quantization.spec import DEFAULT, ActivationConfig, Call, Chosen, MatchedRules, QConfig, QConfigMapping, Rule, prefixes
 
+
 # ---- Resolution of the user's rules where several operators of the model were fused into one -------------------------
 #
 # Each of the user's operators is covered by rules; the nearest one applies: an attribute of a module, a name, a pattern,
@@ -25,8 +26,6 @@ from fxquant.quantization.spec import DEFAULT, ActivationConfig, Call, Chosen, M
 # So the default gives way to every rule, and a rule for a block to one for a layer in it. Of the rules that do not give way, that of
 # the last part determines how the result is quantized: it is that part's output. The first part's own rule determines how weight and
 # input are quantized. Where one part is to be integer and another to stay in float, and no rule gives way, they are not fused.
-
-
 def covering(
     node: fx.Node, written: tuple[Any, ...], calls: Sequence[Call], mapping: QConfigMapping, attached: Mapping[str, Chosen]
 ) -> MatchedRules:

@@ -103,8 +103,6 @@ def _calls(node: fx.Node, written: tuple[Any, ...], counts: Counter[tuple[str, A
 #
 # %q = quantize(%x)  (a stub)          →    %q = quantize(%x)            with its scale, in the dtype that the rules give it
 # %y = conv2d(%q, %w)                       %y = conv2d(%q, %w)
-
-
 def quantize_stubs(gm: fx.GraphModule, context: Context) -> int:
     """Turn QuantStubs with a fixed scale or a rule into quantize nodes, and remove the others."""
     changes = 0

@@ -45,8 +45,6 @@ BERNOULLI2, BAYES, NASH = map(_limits, ("bernoulli2", "bayes", "nash"))
 # Published TOPS count a multiply-accumulate of int8 numbers as two operations. Memory is published as its width and its speed: bits / 8
 # times transfers per second. Where only its kind is published, the width is assumed from chips of the same class, and the row says so.
 # No source says what fraction of the peak a program reaches.
-
-
 def peak(tops: float, bits: int, megatransfers: int, source: str, assumed: bool = True) -> Roofline:
     """Return the rates of a chip by its published TOPS, the width of its memory in bits, and the memory's million transfers a second."""
     return Roofline(tops * 1e12 / 2, bits / 8 * megatransfers * 1e6, source, assumed)
@@ -72,8 +70,6 @@ JOURNEY_6H = peak(420, 192, 6400, "Journey 6H: 420 TOPS (the vendor's announceme
 # Source: the table of operators that Horizon's export for Nash publishes, and its advice for these marches: sums of products in integers,
 # all else in float16. Such an operator runs on the march, so no tensor is transferred to the host for it. Its values are not covered by the
 # integer contract: PyTorch and ONNX compute it in float32 here.
-
-
 _NAMES = """
 abs absolute acos arccos acosh arccosh asin arcsin asinh arcsinh atan arctan atanh arctanh ceil cos cosh erf exp floor log maximum minimum
 neg negative reciprocal rsqrt sigmoid sign sin sinh sqrt tan tanh pow add sub subtract rsub mul multiply div divide true_divide truediv

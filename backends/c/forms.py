@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fxquant import primitives
-from fxquant.backends.c.program import C_TYPES, FORMS, VIEWS, Call, Value, Window, form
+from fxquant.backends.c.program import C_TYPES, VIEWS, Call, Value, Window, form
 
 
 # ---- Strides for reading tensors of different shapes together over common dimensions, with as few dimensions as possible ----
@@ -379,57 +379,81 @@ def _truth(call: Call, input: Value, dim: list[int], keepdim: bool, every: bool)
 
 
 # ---- The C forms that are one call -----------------------------------------------------------------------------------
-FORMS |= {
-    primitives.quantization.quantize: lambda call, input, scale, low, high, dtype, zero_point=0: call.emit(
+form(primitives.quantization.quantize)(
+    lambda call, input, scale, low, high, dtype, zero_point=0: call.emit(
         "quantize", [input.dtype, call.dtype], call.count, input, float(scale.constant), low, high, zero_point
-    ),
-    primitives.pool.max_pool: lambda call, input, kernel, stride, begin, end, dilation: call.emit(
+    )
+)
+form(primitives.pool.max_pool)(
+    lambda call, input, kernel, stride, begin, end, dilation: call.emit(
         "max_pool", [input.dtype, call.dtype], _planes(input, len(kernel)), _window(call, input, kernel, stride, begin, dilation), input
-    ),
-    primitives.whole.truncated: lambda call, input, scale, margin: call.emit(
+    )
+)
+form(primitives.whole.truncated)(
+    lambda call, input, scale, margin: call.emit(
         "truncated", [input.dtype], call.count, input, float(scale.constant), float(margin.constant)
-    ),
-    primitives.quantization.dequantize: lambda call, input, scale, dtype=torch.float32, zero_point=0: call.emit(
+    )
+)
+form(primitives.quantization.dequantize)(
+    lambda call, input, scale, dtype=torch.float32, zero_point=0: call.emit(
         "dequantize", [input.dtype, call.dtype], *_beside(call, scale), input, scale, zero_point
-    ),
-    primitives.quantization.requantize_real: lambda call, acc, multiplier, low, high, dtype, zero_point=0: call.emit(
+    )
+)
+form(primitives.quantization.requantize_real)(
+    lambda call, acc, multiplier, low, high, dtype, zero_point=0: call.emit(
         "requantize_real", [acc.dtype, call.dtype], *_beside(call, multiplier), acc, multiplier, low, high, zero_point
-    ),
-    primitives.elementwise.lookup: lambda call, input, table, first=None: call.emit(
+    )
+)
+form(primitives.elementwise.lookup)(
+    lambda call, input, table, first=None: call.emit(
         "lookup", [input.dtype, call.dtype], call.count, input, table, -(table.count // 2) if first is None else first
-    ),
-    primitives.product.rectify: lambda call, input, positive, negative, *_: call.emit(
+    )
+)
+form(primitives.product.rectify)(
+    lambda call, input, positive, negative, *_: call.emit(
         "rectify", [input.dtype, negative.dtype, call.dtype], *_beside(call, negative), input, positive, negative
-    ),
-    primitives.comparison.logic: lambda call, input, other, operation: pair(
+    )
+)
+form(primitives.comparison.logic)(
+    lambda call, input, other, operation: pair(
         call, f"logic_{operation}", "A logical operation on two bool tensors.", LOGIC[operation], input, other
-    ),
-    primitives.shape.reshape: lambda call, input, *_: Value(input.text, input.dtype, call.shape),
-    primitives.shape.expand: lambda call, input, *_: _moved(call, input, list(call.shape), steps(input.shape, call.shape)),
-    primitives.shape.pad: lambda call, input, begin, end, value: call.emit(
+    )
+)
+form(primitives.shape.reshape)(lambda call, input, *_: Value(input.text, input.dtype, call.shape))
+form(primitives.shape.expand)(lambda call, input, *_: _moved(call, input, list(call.shape), steps(input.shape, call.shape)))
+form(primitives.shape.pad)(
+    lambda call, input, begin, end, value: call.emit(
         "pad", [input.dtype], call.count, len(call.shape), list(call.shape), list(begin), list(input.shape), value, input
-    ),
-    primitives.shape.rows: lambda call, table, indices: _pick(call, table, 0, indices),
-    primitives.selection.take_along: lambda call, input, dim, index: call.emit(
+    )
+)
+form(primitives.shape.rows)(lambda call, table, indices: _pick(call, table, 0, indices))
+form(primitives.selection.take_along)(
+    lambda call, input, dim, index: call.emit(
         "take_along", [input.dtype, index.dtype], *_along(input.shape, index, dim), input, index, fails=True
-    ),
-    primitives.scatter.sum_along: lambda call, source, dim, index, *_: call.emit(
+    )
+)
+form(primitives.scatter.sum_along)(
+    lambda call, source, dim, index, *_: call.emit(
         "sum_along", [source.dtype, index.dtype, call.dtype], call.count, *_along(call.shape, index, dim), source, index, fails=True
-    ),
-    primitives.selection.arg_extremum: lambda call, input, dim, keepdim, largest: call.emit(
-        "arg_extremum", [input.dtype], *around(input.shape, dim), largest, input
-    ),
-    primitives.selection.ranking: lambda call, input, dim, count, largest: call.emit(
-        "ranking", [input.dtype], *around(input.shape, dim), count, largest, input
-    ),
-    primitives.pool.sum_pool: lambda call, input, kernel, stride, begin, *_: call.emit(
+    )
+)
+form(primitives.selection.arg_extremum)(
+    lambda call, input, dim, keepdim, largest: call.emit("arg_extremum", [input.dtype], *around(input.shape, dim), largest, input)
+)
+form(primitives.selection.ranking)(
+    lambda call, input, dim, count, largest: call.emit("ranking", [input.dtype], *around(input.shape, dim), count, largest, input)
+)
+form(primitives.pool.sum_pool)(
+    lambda call, input, kernel, stride, begin, *_: call.emit(
         "sum_pool", [input.dtype, call.dtype], _planes(input, len(kernel)), _window(call, input, kernel, stride, begin), input
-    ),
-    primitives.whole.reduced: lambda call, input, dim, keepdim, operation: _reduce(
+    )
+)
+form(primitives.whole.reduced)(
+    lambda call, input, dim, keepdim, operation: _reduce(
         call, f"reduced_{operation}", "A reduction of int64 tensors along dimensions.", REDUCED[operation], input, dim
-    ),
-    primitives.whole.running: lambda call, input, dim: call.emit("running", [input.dtype], *around(input.shape, dim), input),
-}
+    )
+)
+form(primitives.whole.running)(lambda call, input, dim: call.emit("running", [input.dtype], *around(input.shape, dim), input))
 form(primitives.accumulate.linear, primitives.accumulate.linear_wide)(
     lambda call, input, weight, bias: call.emit(
         "linear", sum_types(call, input, weight, bias), math.prod(input.shape[:-1]), *reversed(weight.shape), input, weight, bias

@@ -25,8 +25,6 @@ from fxquant.support import declaring
 # A section of a file begins with `/// name: X Y`: the function's name, and the placeholders in it for element types. A section without
 # a colon is a helper that has no placeholders. Functions that differ only in their comment and expression share a template; both are
 # inserted on instantiation.
-
-
 FOLDER = Path(__file__).parent / "functions"
 FILES = ("values.c", "sums.c", "places.c")
 C_TYPES = {

@@ -214,8 +214,6 @@ def _processor() -> str:
 #
 # A file holds a SHA-256 checksum followed by the library. It is read once, and the bytes that were compared with the checksum are loaded
 # from memory, so that no one can exchange them in between.
-
-
 CHECKSUM = hashlib.sha256().digest_size
 _loads = itertools.count()
 

@@ -202,11 +202,7 @@ CHANNELS_LAST = ("bernoulli2",)  # marches whose programs take and return every 
 
 
 class SimulatedForm(Form):
-    """The BPU programs of a file. Each is given the integers of the integer graph at its inputs, one row of a batch at a time.
-
-    unseen   tensors at the ends of programs that cannot be compared: name and reason
-    given    quantized tensors that programs are given but do not compute: the processor does, or the quantization of an input
-    """
+    """The BPU programs of a file. Each is given the integers of the integer graph at its inputs, one row of a batch at a time."""
 
     def __init__(self, path: Path, integer: fx.GraphModule) -> None:
         self.binary, self.reference = Binary(path), GraphForm(integer)
@@ -217,9 +213,10 @@ class SimulatedForm(Form):
         turned, values = [name for name, described in outputs.items() if described["layout"] is not None], horizon_values(integer)
         values |= {name: values[node.name] for name, node in zip(outputs, returned(integer), strict=False) if node.name in values}
         self.connections = Connections(self.quantized, values, turned)
-        self.unseen: dict[str, str] = {}
+        self.unseen: dict[str, str] = {}  # tensors at the ends of programs that cannot be compared: name and reason
         ends = [feature for program in self.binary.programs for feature in program.outputs]
         self.places = {feature: place for feature in ends if (place := self._output(feature)) is not None}
+        # Quantized tensors that programs are given but do not compute: the processor does, or the quantization of an input.
         self.given = {feature: self._input(feature) for program in self.binary.programs for feature in program.inputs}
         _require(bool(self.places), path, f"none of its outputs is a tensor of this model: {self.unseen}")
         order = list(self.reference.tensors)

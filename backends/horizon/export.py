@@ -35,30 +35,21 @@ from fxquant.target import Target
 # The keys of hb_mapper's configuration are those that it accepts here. The files for hb_compile follow public documents only, and have not
 # been tried with it: D-Robotics, OpenExplore S100 3.5.0, "hb_compile" (the command and its configuration) and "PTQ FAQ" (opset 10 to 19,
 # O0 to O2). Keys that these do not name are hb_mapper's.
-
 OUTPUT = "model_output"  # where the compiler writes, inside the folder
 README = "README.txt"
 
 
 @dataclass(frozen=True)
 class Format:
-    """The files of one compiler.
+    """The files of one compiler."""
 
-    compiler       its command, which targets name in their rows
-    writer, opset  the class that writes the ONNX file, and its opset
-    highest        the highest level of its optimization
-    commands       the script, with names in braces
-    unknown        keys of the configuration that it does not have
-    untried        the README's note on files that were not tried with a compiler; None if they were
-    """
-
-    compiler: str
-    writer: type[HorizonWriter]
+    compiler: str  # its command, which targets name in their rows
+    writer: type[HorizonWriter]  # writer, opset: the class that writes the ONNX file, and its opset
     opset: int
-    highest: str
-    commands: str
-    unknown: tuple[str, ...] = ()
-    untried: str | None = None
+    highest: str  # the highest level of its optimization
+    commands: str  # the script, with names in braces
+    unknown: tuple[str, ...] = ()  # keys of the configuration that it does not have
+    untried: str | None = None  # the README's note on files that were not tried with a compiler; None if they were
 
     @property
     def marches(self) -> tuple[str, ...]:
@@ -109,7 +100,6 @@ FORMATS = {format.compiler: format for format in (HB_MAPPER, HB_COMPILE)}
 #     acc = 127 · q + 64, y = ⌊acc · 16513 / 2^21⌋ = q       for a mean of 128 and the scale 1
 #
 # So the bytes minus 128 are the integers of the model's input. For NV12 the hardware first repeats U and V for two by two pixels.
-
 CENTRE = 128  # of a byte: the compiler's int8 is the byte minus this
 HALF = 2  # NV12 has one U and one V for two by two pixels
 

@@ -160,7 +160,6 @@ class FastWriter(Writer):
 
 # ---- forms ----------------------------------------------------------------------------------------------------------
 # Each takes a primitive's node and arguments, appends it and returns its value, or None to write it as in style "exact".
-
 FORMS: dict[Any, Callable[..., str | None]] = {}
 BYTES: dict[Any, Callable[..., str | None]] = {}  # those of targets that requantize by shifts, of the emitter and the arguments
 
@@ -358,7 +357,6 @@ def _dynamic_linear(writer: FastWriter, node: fx.Node, input: Any, weight: Any, 
 # onnxruntime has fast kernels for a left factor of uint8 and a right one of int8. The weights of a convolution are the left one, so they
 # are stored as uint8 with zero point 128; those of a linear layer are the right one. x86 processors with VNNI add such products in 32
 # bits, others add pairs of them in 16, which saturate. A session option prevents this for MatMulInteger, none does for ConvInteger.
-
 BITWISE_OPSET = 18  # the first with BitwiseXor
 LEAST_PRODUCTS = 64  # in a sum: shorter ones are as fast in float32, whose layout onnxruntime keeps from layer to layer
 LEAST_CHANNELS = 4  # of an image: the bytes under a window are gathered slowly where it has fewer

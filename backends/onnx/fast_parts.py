@@ -91,8 +91,6 @@ def _adds_exactly(integer: fx.GraphModule, node: fx.Node, total: fx.Node, opset:
 # are monotonic in t, so they are equal everywhere if they step at the same integers. Half a step of the result, which turns rounding to
 # the nearest into rounding down, is rarely an integer. But zero + ½ steps are near one for some of the 256 zero points of a byte. An
 # integer offset is part of the layer's bias, and nothing is added after the shift.
-
-
 class Placed(NamedTuple):
     """Numbers for each channel, of shape (channels,), with which QuantizeLinear rounds a shifted sum down to its result."""
 
@@ -183,8 +181,6 @@ def placed_in(integer: fx.GraphModule, node: fx.Node, parts: Sequence[fx.Node], 
 # ONNX divides by a scale, and runtimes do so in different ways: by a division, as the reference evaluator does, or by the reciprocal, as
 # onnxruntime's QLinearMul does (MlasQLinearMul), with the zero point added before the rounding, in one rounding or two. There are
 # 65,536 pairs of bytes, so all are tried to find a divisor that gives equal integers in every way.
-
-
 @functools.lru_cache(maxsize=1024)
 def exact_divisor(multiplier: float, left_zero: int, right_zero: int, zero: int) -> float | None:
     """Return a float32 divisor that is exact in every runtime for all products of two bytes with these zero points, or None."""
@@ -226,7 +222,6 @@ def multiply(e: Emitter, left: tuple[str, str], right: tuple[str, str], divided_
 # A table has 256 entries, so the effect of float32 rounding on each entry is known. If the float value of every entry is further from the
 # next tie than the error of the operators, all runtimes with the accuracy `ACCURACY` give the entries of the table. The order of
 # computation and fused kernels then do not matter. Otherwise the table is looked up.
-
 ACCURACY = 2.0**-20
 """How far a function's float32 result may be off, of the largest of 1, its operand and its result: 16 times what rounding does."""
 

@@ -616,8 +616,6 @@ def emit_size(node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> str:
 #
 # The steps of a recurrence differ only in this index. The selections are left out of float regions, so that the regions of all steps are
 # equal, and exported once.
-
-
 def is_pick(node: fx.Node) -> bool:
     """Return whether a node selects one index of one dimension from the result of a primitive, or from an input."""
     if node.op != "call_function" or node.target is not getitem or node.kwargs or len(node.args) != 2:

@@ -230,7 +230,6 @@ def horizon_values(integer: fx.GraphModule) -> dict[str, str]:
 #
 # The tool names its tensors after those of the file that it reads, and inserts reshapes and transposes. A tensor of its quantized model
 # is followed through these to a value of that file, which is named after a node of the integer graph.
-
 BEHIND = {"Transpose", "Reshape", "Identity", "Flatten", "Squeeze", "Unsqueeze", "HzDequantize"}
 BEFORE = BEHIND | {"HzQuantize"}
 SUFFIX = "_quantized"
@@ -325,7 +324,6 @@ def _turns(node: onnx.NodeProto) -> bool:
 #
 # A node rounds a float tensor to integers on a scale, or on one for each index of `axis`, and returns their float values. Its name and
 # attributes are those of the `*_calibrated_model.onnx` that hb_mapper 1.24 writes for bayes-e. Whether hb_compile reads them is untested.
-
 CALIBRATED_OPSET = 19  # the largest that hb_compile's documents name
 
 

@@ -43,17 +43,13 @@ def write_images(graph: onnx.GraphProto, sizes: dict[str, Shape]) -> None:
 
 
 class Images:
-    """A file that is being rewritten.
-
-    image  the name of a tensor's image and the tensor's shape, by the tensor's name
-    alias  the image that is read in place of a ToImage's result
-    """
+    """A file that is being rewritten."""
 
     def __init__(self, graph: onnx.GraphProto, sizes: dict[str, Shape]) -> None:
         self.graph, self.sizes = graph, sizes
         self.constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-        self.image: dict[str, tuple[str, Shape]] = {}
-        self.alias: dict[str, str] = {}
+        self.image: dict[str, tuple[str, Shape]] = {}  # the name of a tensor's image and the tensor's shape, by the tensor's name
+        self.alias: dict[str, str] = {}  # the image that is read in place of a ToImage's result
         self.nodes: list[onnx.NodeProto] = []
         self.producers: dict[str, onnx.NodeProto] = {}
 

@@ -230,7 +230,6 @@ def onnx_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 # ---- inputs in another layout than PyTorch's -------------------------------------------------------------------------
 #
 # The file takes channels last, and a Transpose after the input moves them to PyTorch's order.
-
 KNOWN = (*CHANNELS_LAST, *CHANNELS_LAST.values())
 
 

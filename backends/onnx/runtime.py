@@ -43,8 +43,6 @@ def open_file(path: Path) -> None:
 # ---- defects of ONNX's own evaluator --------------------------------------------------------------------------------
 # It multiplies sums by float32 scales in float64, and adds the zero point before it rounds; the operators' kernels, and
 # style "fast", expect one product in float32, rounded half to even.
-
-
 def _requantized(sums: np.ndarray[Any, Any], multiplier: Any, zero_point: Any) -> np.ndarray[Any, Any]:
     limits = np.iinfo(zero_point.dtype)
     rounded = np.rint(sums.astype(np.float32) * multiplier.astype(np.float32)).astype(np.float64) + zero_point

@@ -52,24 +52,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Products:
-    """The sums of products of one layer: their number, and their factors: a tensor, and a weight or another tensor.
-
-    left, right    names of choices; "" for a side without a choice
-    width          the bits of each side that has no choice
-    """
+    """The sums of products of one layer: their number, and their factors: a tensor, and a weight or another tensor."""
 
     layer: str
     macs: int
-    left: str
+    left: str  # left, right: names of choices; "" for a side without a choice
     right: str
-    width: tuple[int, int]
+    width: tuple[int, int]  # the bits of each side that has no choice
 
 
 class Choices(Mapping[str, Choice]):
-    """All choices of a prepared model by name, in the order they run.
-
-    products  the layers that form sums of products
-    """
+    """All choices of a prepared model by name, in the order they run."""
 
     def __init__(self, prepared: fx.GraphModule, widths: Sequence[int] = (4, 8, 16)) -> None:
         self.prepared = prepared
@@ -80,7 +73,7 @@ class Choices(Mapping[str, Choice]):
         order = {name: index for index, name in enumerate(self.nodes)}
         choices.sort(key=lambda choice: (order[choice.operators[0].name], choice.kind == WEIGHT))
         self._by_name = {choice.name: choice for choice in choices}
-        self.products = tuple(self._products())
+        self.products = tuple(self._products())  # the layers that form sums of products
 
     def __getitem__(self, name: str) -> Choice:
         return self._by_name[name]

@@ -84,24 +84,22 @@ def distill(
 
 
 class _Weight:
-    """The learned parameters of one weight.
-
-    moved  v, of the weight's shape
-    gain   g, of shape (C,), or None where the scale is not to be changed
-    shift  c, of shape (C,) in standard deviations of the result, or None if the result does not have the weight's channels
-    """
+    """The learned parameters of one weight."""
 
     def __init__(self, weight: Tensor, quantizer: WeightQuantizer, result: Tensor) -> None:
         self.quantizer = quantizer
         rounding, coverage, correction = quantizer.parts
         zeros = torch.zeros_like(weight, dtype=torch.float32).detach()
+        # v, of the weight's shape
         self.moved = nn.Parameter(rounding.offset.clone() if isinstance(rounding, AdaptiveRounding) else zeros.clone())
         self.real = zeros
         channels = len(weight) if quantizer.per_channel else 1
+        # g, of shape (C,), or None where the scale is not to be changed
         self.gain = nn.Parameter(zeros.new_ones(channels)) if quantizer.learned is None and not quantizer.power_of_two else None
         self.share = zeros.new_ones(channels) if coverage is None else coverage.share.clone()
         has_channels = by_channel(result, len(weight), weight.dim()) is not None
         self.unit = float(result.std()) or 1.0
+        # c, of shape (C,) in standard deviations of the result, or None if the result does not have the weight's channels
         self.shift = nn.Parameter(zeros.new_zeros(len(weight))) if has_channels else None
         self.corrected = zeros.new_zeros(len(weight)) if correction is None else correction.value.clone()
 

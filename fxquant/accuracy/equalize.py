@@ -53,8 +53,6 @@ from fxquant.support.progress import progress
 # S_oc·g_o. Where a layer returns a tensor that has no factors, its errors count as a share of each channel's signal, g_o = 1 / (channels
 # · Σ_i S_oi·p_i). Rounding errors are taken as uniform, and never larger than the rounded value. The model ignores that scales are powers
 # of two, since this does not favour a choice.
-
-
 IN_CACHE = 2**15  # float64 numbers of each of a few tensors
 
 
@@ -134,19 +132,13 @@ class LayerNoise:
 
 @dataclass(frozen=True)
 class TensorNoise:
-    """The rounding error of the activations that share one scale. Tensors are float64, labels int64.
+    """The rounding error of the activations that share one scale. Tensors are float64, labels int64."""
 
-    labels            (n,): labels of the channels, each once
-    largest, power    (n,): the largest magnitude and the mean square
-    gain              (n,): cost of an error of mean square one
-    divisor           half the number of steps of the grid's dtype
-    """
-
-    labels: Tensor
-    largest: Tensor
+    labels: Tensor  # (n,): labels of the channels, each once
+    largest: Tensor  # largest, power: (n,): the largest magnitude and the mean square
     power: Tensor
-    gain: Tensor
-    divisor: float
+    gain: Tensor  # (n,): cost of an error of mean square one
+    divisor: float  # half the number of steps of the grid's dtype
 
     def ahead(self, times: float) -> TensorNoise:
         """Return a copy in which every channel's largest magnitude is multiplied by `times`, up to the largest of all channels."""
@@ -481,8 +473,6 @@ class _Costs:
 #
 # Outliers among the items (`quantization.observers.histogram`) are left out: their channels have other proportions, and a scale may clip
 # them anyway.
-
-
 @torch.no_grad()
 def statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches: Iterable[Sequence[Any]]) -> Statistics:
     """Return the statistics, over these batches, of the watched tensors: node name -> labels."""

@@ -146,8 +146,6 @@ def reconstruct(
 # Li, Gong, Tan, Yang, Hu, Zhang, Yu, Wang, Gu: BRECQ, ICLR 2021, section 3.2, has residual blocks. Here a block is what lies between two
 # nodes that every path through the graph passes; where these follow each other directly, up to `LAYERS_IN_A_ROW` layers; and where more
 # than `LAYERS_TOGETHER` lie between two, as inside of a skip connection around a whole network, the blocks of what lies there.
-
-
 LAYERS_IN_A_ROW = 3
 LAYERS_TOGETHER = 6
 

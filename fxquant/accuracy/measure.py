@@ -208,8 +208,6 @@ def _split(value: Tensor, label: Tensor) -> list[tuple[int, Tensor]]:
 #
 # An attempt puts something into the model. It is taken where the outputs are clearly nearer to the float model's with it: by more than
 # `GAIN`, and no part of them loses as much.
-
-
 class FloatOutputs:
     """The floating-point outputs of a prepared model in its float form for some chunks of inputs, from which others are so far.
 

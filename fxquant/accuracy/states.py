@@ -129,8 +129,6 @@ def in_float(model: nn.Module) -> list[QuantizedOperator]:
 # Where a few samples of a batch have a far larger norm than all others, a calibrated range may leave them out
 # (`quantization.observers.histogram`). They make up most of the float model's variance. A batch norm with the statistics of quantized
 # batches, without that part, would multiply every other sample by it. After such a tensor batch norms keep their running statistics.
-
-
 KEPT = 0.75  # of the power of what was observed: a deviation that is a seventh smaller
 
 
@@ -193,8 +191,6 @@ def _cuts(quantizer: Quantizer) -> bool:
 #
 # Their calibrated scales do not fit the values that training gives them: a scale that is learned from there would clip them, without a
 # gradient, for many steps. They follow the batches in TRAIN, as tensors that were 0 do, and the scales of their weights these weights.
-
-
 SHOWN = 8  # tensors that a warning names
 
 

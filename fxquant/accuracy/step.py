@@ -86,9 +86,6 @@ class Run:
 
     Where batches were observed whose samples are not there (`lost`), what was done by them stays.
 
-    batches       what the caller passes; the model's inputs of each batch are in `inputs`, each taken once
-    only_missing  whether tensors with a scale keep it
-    method        by which ranges are chosen; all that was observed before then counts as observed in this run
     taken         how many batches were taken, and the inputs of the first
     given         by step, what layers were given by samples, and what they had before
     record        by step, a few words about what it did
@@ -96,12 +93,12 @@ class Run:
 
     prepared: fx.GraphModule
     steps: Sequence[Step]
-    batches: Iterable[Any] = ()
+    batches: Iterable[Any] = ()  # what the caller passes; the model's inputs of each batch are in `inputs`, each taken once
     num_batches: int | None = None
     options: Options = DEFAULTS
     show: bool | None = False
-    only_missing: bool = False
-    method: Method | None = None
+    only_missing: bool = False  # whether tensors with a scale keep it
+    method: Method | None = None  # by which ranges are chosen; all that was observed before then counts as observed in this run
 
     def __post_init__(self) -> None:
         self.several = self.options.distributed and dist.is_available() and dist.is_initialized()

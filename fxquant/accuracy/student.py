@@ -69,16 +69,12 @@ class Settings:
 
 
 class _Choice:
-    """The learned rounding of one weight.
-
-    start  the weight in steps, as it is
-    value  v, a parameter of its shape
-    """
+    """The learned rounding of one weight."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
-        self.start = torch.zeros(shape, device="cpu", dtype=torch.float32)
-        self.value: nn.Parameter | None = None
+        self.start = torch.zeros(shape, device="cpu", dtype=torch.float32)  # the weight in steps, as it is
+        self.value: nn.Parameter | None = None  # v, a parameter of its shape
 
     def between(self, real: Tensor) -> Tensor:
         """Return the weight between the integers beside it; the first call says where it is."""
@@ -303,8 +299,6 @@ def put(operator: QuantizedOperator, decided: LearnedRounding) -> None:
 #
 # over training samples, after the fused clamp, with quantized operands. With 4 bits a smaller scale makes up for a few clipped weights;
 # how many depends on the activations that they are multiplied by.
-
-
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
 WORTH = 0.75  # of the error that is left when everything is covered; learning roundings makes up for long steps, and for nothing cut off
 CHUNKS = 4  # of the samples that are learned from, at most

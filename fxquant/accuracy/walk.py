@@ -32,17 +32,12 @@ HELD_OUT_OF = 4  # every fourth chunk of samples is held out
 
 
 class Samples:
-    """The inputs of a model in chunks of samples; every fourth chunk is held out.
-
-    chunks    for each, the values of the model's inputs, in the graph's order
-    learning  the indices of the training chunks
-    judging   the indices of the held-out chunks
-    """
+    """The inputs of a model in chunks of samples; every fourth chunk is held out."""
 
     def __init__(self, chunks: list[list[Any]]) -> None:
-        self.chunks = chunks
-        self.judging = range(min(HELD_OUT_OF, len(chunks)) - 1, len(chunks), HELD_OUT_OF)
-        self.learning = [index for index in range(len(chunks)) if index not in self.judging]
+        self.chunks = chunks  # for each, the values of the model's inputs, in the graph's order
+        self.judging = range(min(HELD_OUT_OF, len(chunks)) - 1, len(chunks), HELD_OUT_OF)  # the indices of the held-out chunks
+        self.learning = [index for index in range(len(chunks)) if index not in self.judging]  # the indices of the training chunks
 
     @property
     def tensors(self) -> Iterable[Tensor]:

@@ -414,8 +414,6 @@ def _few(operands: dict[str, Any], index: int, kernel: Sequence[int], count: int
 # model, and the mean is over places, samples and u. To first order E[Σ (Δy)²] is Σ Δzᵀ B Δz over places, if these are independent of each
 # other. Together with M = E[x xᵀ] it is the approximation of Martens, Grosse: Optimizing Neural Networks with Kronecker-factored
 # Approximate Curvature, ICML 2015. Rounding by it is in Tseng, Sun, Hou, De Sa: Model-Preserving Adaptive Rounding, 2025.
-
-
 DRAWN = 4  # u of each chunk
 ELEMENTS = 2**20  # of a model's inputs that are looked at, about: of large images a few have places enough
 ALONE = 0.1  # how much of what joins outputs is left out, since a mean over few samples joins what has nothing to do with each other

@@ -251,8 +251,6 @@ def _composite(layer: Layer) -> tuple[str, str]:
 #
 # Segments are convex: data that leaves one does not come back into it. There are as few as possible, in either order of the devices: every
 # operator is in the first segment of its device at which all its operands are available.
-
-
 @dataclass(frozen=True)
 class Segment:
     """One segment.

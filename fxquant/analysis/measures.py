@@ -237,8 +237,6 @@ MEASURES: dict[str, Measure] = {
 # ---- The cost of an operator: multiply-accumulates, and the bytes of its weights and of its result -------------------
 #
 # Sizes that depend on the batch are taken at batch size 1, so that costs are those of one item.
-
-
 WEIGHT, BIAS = "weight", "bias"  # the roles of the constants of an operator with a weight
 
 

@@ -234,8 +234,6 @@ def _check_graph(module: nn.Module, state_dict: Any, prefix: str, metadata: dict
 # Zero points of signed integers, some of which are negative, count from -128, so 128 is added to all of them. Other state of a fake
 # quantize or an observer (counters, ranges, switches) has no meaning here, and is ignored. `strict` is PyTorch's: keys that
 # match nothing are unexpected, and operators without a scale in the checkpoint are missing.
-
-
 ACTIVATION, WEIGHT = "activation_post_process", "weight_fake_quant"
 NUMBERED = re.compile(rf"{ACTIVATION}_(\d+)\.(.*)")
 FUSED = ".bn."  # in the names of a batch norm that PyTorch fused into a layer

@@ -252,8 +252,6 @@ def _refuse_stage(path: str, stage: str, target: Any) -> NoReturn:
 #
 # Facts are inferred at four batch sizes, 4 and larger. A slice can have another size at other batch sizes: `x[:2]` has one row of
 # a batch of one, `x[-20:]` has no more than 20 of a large one. Such operators are run again, without data, until the limits are found.
-
-
 SMALLEST_BATCH, LARGEST_BATCH = "smallest_batch", "largest_batch"  # in the notes of the inputs
 LARGE = 2**16  # stands for every batch size above: nobody cuts off at more
 

@@ -389,8 +389,6 @@ _STANDARD_LIBRARY = contextlib.__file__.removesuffix("contextlib.py")
 #
 # A shell shares its parameters with the module it was made from, is in eval mode, and owns everything that forward may
 # change: its attributes, its lists and dicts, and the plain tensors in them. Attributes that forward sets are set on the shell.
-
-
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")  # a trace has no backward, and a graph does not call the modules
 _CONTAINERS = (dict, list, tuple, set, collections.OrderedDict, collections.defaultdict)

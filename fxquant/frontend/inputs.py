@@ -27,8 +27,6 @@ from fxquant.support import logger
 # A graph takes the tensors among the arguments, one after the other. A `forward(x, pair, mask=None)` that was traced with a
 # tuple of two tensors and no mask takes x, pair_0 and pair_1; called with x and a pair, positional or by name, with `mask=None`
 # or without, the model takes them apart. An argument that is not a tensor is fixed in the graph, so it must be what it was.
-
-
 _SIGNATURE = "fxquant.signature"  # in `meta`: {"parameters": [[name, kind, may be left out, form], …]}, as plain values
 
 # A form says what an argument was in the trace:
@@ -491,8 +489,6 @@ def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]], c
 # The shapes and dtypes of a graph, its constants, and the proof that its accumulators fit hold for the inputs it was traced with and for
 # every batch size. So every form of a model (traced, prepared, integer, loaded, copied) checks its inputs before it computes. It checks
 # shapes, dtypes and the like, never values, so that a check takes a few microseconds.
-
-
 @dataclass(frozen=True)
 class Input:
     """The requirements on one input."""

@@ -30,8 +30,6 @@ from fxquant.support import logger
 #
 # The model is traced a second time in train mode. The part that both traces share is one graph, which is quantized. The rest is a separate
 # module, called on tensors of that graph. It runs only while the prepared model is in train mode, and the integer model does not have it.
-
-
 NAME = "training_branch"
 BECAUSE = "it is computed while training only"
 _DROPS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"))

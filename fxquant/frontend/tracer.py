@@ -31,8 +31,6 @@ from fxquant.support import logger
 # A `ModelOutput` of two tensors is a dict of two nodes in the graph. A forward hook turns the dict of a run into a ModelOutput again. This
 # works if PyTorch's pytree knows the class, or if it is a dataclass that a model traced in this process returned. A file holds the class's
 # name, which is looked up there and never imported; where it is not known, the model returns the dict.
-
-
 _RETURNED = "fxquant.returned"  # in `meta`: {"form": the form of what forward returned}
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _DEEPEST = 8  # of attributes of objects within objects

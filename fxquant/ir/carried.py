@@ -158,7 +158,6 @@ def _can_be_pickled(value: Any) -> bool:
 #
 # A trace reads an attribute once: a number, a string, a function, the class of a layer. A prepared model that is given another one would
 # compute with the first, so it raises an error: where the attribute is assigned to the model itself, else when it is next called.
-
 SETTINGS = "fxquant.settings"  # in `meta` of a traced and of a prepared model: what `of_layer` and `note` recorded, by path and name
 _CLASS = "__class__"
 _NO_SETTINGS = frozenset((*vars(nn.Module()), "forward"))

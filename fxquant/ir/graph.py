@@ -420,8 +420,6 @@ def describe(node: fx.Node, fact: Any, source: str, module: str, made_by: str = 
 # ---- the Python that runs a graph ------------------------------------------------------------------------------------
 #
 # A user's model may have names that are not Python names, or are GraphModule's own.
-
-
 _REGISTERED = "_fxquant_registered"  # what reads such a name, in the generated code
 
 

@@ -351,7 +351,6 @@ def dress_carried(model: fx.GraphModule) -> None:
 #
 # A pass in state TRAIN moves scales and running statistics. A pass inside of backward that repeats it must start from the same buffers,
 # and must move nothing. Gradients are then those without checkpointing, and statistics move once a step.
-
 PASSES = "_fxquant_passes"  # what a model remembers of its passes
 PASSES_KEPT = 32  # passes that are remembered; of more micro-batches before one backward pass, the first could not be computed again
 _STILL = (".observer.", ".others.", ".learned.")  # buffers that calibration moves, and a start that is taken once

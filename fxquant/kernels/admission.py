@@ -213,18 +213,12 @@ def magnitude(node: fx.Node) -> int:
 
 @dataclass(frozen=True)
 class Layer:
-    """The constants of a sum of products.
+    """The constants of a sum of products."""
 
-    weight   (out, in / groups, depth, height, width), int8; ones for a sum over windows
-    given    the bias as it is, int32; None where there is none
-    largest  the largest |sum|, the residual included
-    window   stride, padding, dilation, groups, and whether it is transposed, or padded unevenly
-    """
-
-    weight: Tensor
-    given: Tensor | None
-    largest: float
-    window: Mapping[str, Any]
+    weight: Tensor  # (out, in / groups, depth, height, width), int8; ones for a sum over windows
+    given: Tensor | None  # the bias as it is, int32; None where there is none
+    largest: float  # the largest |sum|, the residual included
+    window: Mapping[str, Any]  # stride, padding, dilation, groups, and whether it is transposed, or padded unevenly
 
     @staticmethod
     def of(site: Site) -> Layer:

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_map
 #     y = min(max(x, low), high),    ∂y/∂x = 1 where low ≤ x ≤ high, 0 elsewhere
 #
 # `torch.clamp` has this gradient up to PyTorch 2.13, and 0 at the limits themselves from 2.14 on. On a grid many elements are at a limit.
-
-
 Limit = Tensor | float | None
 
 
@@ -192,15 +190,10 @@ def straight_through(smooth: Tensor, exact: Tensor) -> Tensor:
 # ---- Modules that change gradients and no values ---------------------------------------------------------------------
 #
 # Each is called in the graph and returns its first operand. It acts while gradients are recorded; an integer graph has no such module.
-
-
 class GradientRule(nn.Module):
-    """Returns its first operand, with another gradient.
+    """Returns its first operand, with another gradient."""
 
-    label  its name in messages
-    """
-
-    label: str
+    label: str  # its name in messages
 
     def same(self, other: GradientRule) -> bool:
         """Return whether `other`, of another trace of the model, is the rule of the same call."""

@@ -283,8 +283,6 @@ def quantized_operators(model: nn.Module) -> dict[str, QuantizedOperator]:
 # ---- What operators of a prepared model refer to: the user's modules that they obey, and the functions that read them ----
 #
 # `module.eval()` holds for what was computed in that module.
-
-
 def link(prepared: nn.Module, graph: fx.Graph) -> None:
     """Set for every operator the modules whose `training` flag it obeys (its own, its batch norm) and the module that draws its noise.
 

@@ -126,8 +126,6 @@ def dequantize(input: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32,
 # float32 quotient by a positive number. Two such functions are equal everywhere if both step to each of the 255 results at the same
 # integer. For each channel, a divisor that places every step correctly is searched among the float32 numbers next to the step's size.
 # ONNX's QuantizeLinear then divides, rounds, saturates and stores in one operator. The search returns None where it finds none.
-
-
 FRACTIONS = (0.0, 2.0**-9, -(2.0**-9), 2.0**-8, -(2.0**-8), 2.0**-7)  # of a step; their sums with integers below 2^15 are exact
 LOWERED_FRACTIONS = (0.0, *(2.0**-n for n in range(11, 2, -1)))  # sums of rounded-down results, in the order in which they are tried
 NEIGHBOURS = (0, 1, -1, 2, -2, 3, -3)  # float32 numbers from the nearest one, in the order in which they are tried

@@ -32,8 +32,6 @@ from fxquant.support.files import free_in_child
 #         return within(input.magnitude + other.magnitude, input.exact)
 #
 # `fxquant.primitives.proof` checks a graph against them.
-
-
 FLOAT64_EXACT = 2**53
 
 
@@ -43,19 +41,13 @@ class Unproved(ValueError):
 
 @dataclass(frozen=True)
 class Value:
-    """The values that a node can hold.
+    """The values that a node can hold."""
 
-    low, high  closed bounds, float64, which broadcast against the node's tensor
-    fact       the shape and dtype of the tensor
-    exact      the magnitude below which integers are exact in the dtype in which runtimes hold it
-    constant   the tensor itself, if the node is a constant
-    """
-
-    low: Tensor
+    low: Tensor  # low, high: closed bounds, float64, which broadcast against the node's tensor
     high: Tensor
-    fact: TensorFact
-    exact: int = FLOAT32_EXACT
-    constant: Tensor | None = None
+    fact: TensorFact  # the shape and dtype of the tensor
+    exact: int = FLOAT32_EXACT  # the magnitude below which integers are exact in the dtype in which runtimes hold it
+    constant: Tensor | None = None  # the tensor itself, if the node is a constant
 
     @property
     def magnitude(self) -> Tensor:
@@ -148,12 +140,9 @@ def stored_limits(low: int, high: int, zero_point: int) -> Range:
 
 
 class Emitter(Protocol):
-    """The ONNX writer that a primitive's `onnx` function receives. Values are names (str); constants are torch tensors.
+    """The ONNX writer that a primitive's `onnx` function receives. Values are names (str); constants are torch tensors."""
 
-    opset   the version of the standard operators
-    """
-
-    opset: int
+    opset: int  # the version of the standard operators
 
     def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
         """Append one standard operator with one output, and return the name of the output."""

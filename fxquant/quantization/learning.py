@@ -17,26 +17,17 @@ Parameters = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Step:
-    """The operands of the backward pass of quantization: values v with scale s were rounded to integers q.
+    """The operands of the backward pass of quantization: values v with scale s were rounded to integers q."""
 
-    gradient   the gradient of the dequantized values, of v's shape
-    real       v / s
-    integers   q; centred on an affine grid
-    inside     the inverse saturation mask, bool of v's shape: true where v is inside the grid
-    scale      s, which broadcasts against v
-    base       the scale that training started from, of the shape of the trained parameters
-    factor     the ratio of a weight's scale to the trained scale, of the shape of the trained parameters; 0 where the scale was replaced
-    low, high  the limits of q
-    """
-
-    gradient: Tensor
-    real: Tensor
-    integers: Tensor
-    inside: Tensor
-    scale: Tensor
-    base: Tensor
+    gradient: Tensor  # the gradient of the dequantized values, of v's shape
+    real: Tensor  # v / s
+    integers: Tensor  # q; centred on an affine grid
+    inside: Tensor  # the inverse saturation mask, bool of v's shape: true where v is inside the grid
+    scale: Tensor  # s, which broadcasts against v
+    base: Tensor  # the scale that training started from, of the shape of the trained parameters
+    # The ratio of a weight's scale to the trained scale, of the shape of the trained parameters; 0 where the scale was replaced.
     factor: Tensor | None
-    low: int
+    low: int  # low, high: the limits of q
     high: int
 
     def summed(self, values: Tensor) -> Tensor:

@@ -88,12 +88,9 @@ class _PerChannel(torch.nn.Module):
 
 
 class BiasCorrection(_PerChannel):
-    """A correction of the bias of an operator's integer form, not of its float form, that compensates for its rounded weight.
+    """A correction of the bias of an operator's integer form, not of its float form, that compensates for its rounded weight."""
 
-    value   float32 buffer of shape (C,), in the unit of the output
-    """
-
-    value: Tensor
+    value: Tensor  # float32 buffer of shape (C,), in the unit of the output
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, "value", 0.0)
@@ -130,12 +127,8 @@ class WeightQuantizer(torch.nn.Module):
     dtype         the integers
     per_channel   whether scales are per output channel
     power_of_two  whether scales are rounded up to powers of two
-    learned       the learned scale; None: the scale follows from the largest magnitude of the current weight
-    rounding      how the weight is rounded to integers
     p             the scale has the least Σ |error|^p for the current weight, and a learned one starts there; None: it covers the
                   weight, and a learned one starts at the least squared error
-    correction    the correction of the operator's bias; None: nothing is added
-    coverage      the factor of the scale, unless it is learned; None: 1
     """
 
     def __init__(
@@ -144,10 +137,10 @@ class WeightQuantizer(torch.nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.dtype, self.per_channel, self.power_of_two, self.p = dtype, per_channel, power_of_two, p
-        self.learned = learned
-        self.rounding = Nearest() if rounding is None else rounding
-        self.correction: BiasCorrection | None = None
-        self.coverage: Coverage | None = None
+        self.learned = learned  # the learned scale; None: the scale follows from the largest magnitude of the current weight
+        self.rounding = Nearest() if rounding is None else rounding  # how the weight is rounded to integers
+        self.correction: BiasCorrection | None = None  # the correction of the operator's bias; None: nothing is added
+        self.coverage: Coverage | None = None  # the factor of the scale, unless it is learned; None: 1
 
     @property
     def description(self) -> str:
@@ -302,8 +295,6 @@ class WeightQuantizer(torch.nn.Module):
 #     y = (conv(x, w) + b - mean) · γ / sqrt(var + ε) + β  =  conv(x, w · g) + (b - mean) · g + β,   g = γ / sqrt(var + ε)
 #
 # The layer is never divided by γ; a γ of zero is harmless.
-
-
 class BatchNormTensors(NamedTuple):
     """The tensors of a functional batch norm, with the names of the module's."""
 
@@ -404,13 +395,10 @@ class ChannelFactors(nn.Module):
     W'[o, i] = W[o, i] · 2^(outputs[o] - inputs[i]),   b'[o] = b[o] · 2^outputs[o]
 
     The parameters stay those of the float model, whose function keeps its bits unless a number leaves the range of float32.
-
-    inputs   int8 buffer of shape (input channels,): the operand is the float model's times 2^inputs
-    outputs  int8 buffer of shape (output channels,): the result is the float model's times 2^outputs
     """
 
-    inputs: Tensor
-    outputs: Tensor
+    inputs: Tensor  # int8 buffer of shape (input channels,): the operand is the float model's times 2^inputs
+    outputs: Tensor  # int8 buffer of shape (output channels,): the result is the float model's times 2^outputs
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

@@ -57,12 +57,9 @@ class Rewriting(Builder):
     """Writes the replacement of an annotated operator, before its node, as annotated operators.
 
     operator   its record
-    arguments  its canonical arguments, by name
     limit      the limit it breaks; `value` is the largest number that breaks it, if these are numbers
     because    the broken limit, in words
-    clamp      the limits that are fused into the operator; None if there are none
     shape      the shape of the operand, `input`
-    result     the shape of the result
     adapts     whether the option `adapt` is on: without it, only replacements with nearly the same accuracy are allowed
     """
 
@@ -72,9 +69,9 @@ class Rewriting(Builder):
         super().__init__(name, node, target.activations, "adapt.apply")
         self.target, self.adapts = target, adapts
         self.gm, self.operator, self.limit, self.because = gm, operator, breach.limit, breach.sentence
-        self.arguments = operator.arguments(node)
-        self.clamp: Any = self.arguments.get("clamp")
-        self.result: tuple[Any, ...] = shape_of(node)
+        self.arguments = operator.arguments(node)  # its canonical arguments, by name
+        self.clamp: Any = self.arguments.get("clamp")  # the limits that are fused into the operator; None if there are none
+        self.result: tuple[Any, ...] = shape_of(node)  # the shape of the result
         self.values = list(breach.values)
         self.notes: list[str] = []
         spec = annotation(node)

@@ -153,8 +153,6 @@ def fits(amounts: Mapping[str, float], budget: Budget) -> bool:
 #     such that   Σ_d x[c, d] = 1                             for each choice
 #                 Σ cost z ≤ limit                            for each limit of the budget
 #                 Σ_e z[c, d, c', e] = x[c, d],  and alike    for each pair of choices whose product costs: z = x x' is exact
-
-
 RESOLUTION = 1e6  # the largest loss in units of the solver, whose absolute tolerance is 1e-6
 
 

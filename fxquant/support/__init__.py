@@ -59,7 +59,6 @@ def seeded(seed: int) -> Iterator[None]:
 #
 # An implementation that is compared with its reference at run time, and computes other bits, is not used. `disagreed` records where:
 # with a warning for each place and an entry of `fxq.report`. In the test suite every entry is an error.
-
 Implementation = TypeVar("Implementation")
 Form = TypeVar("Form")
 

@@ -224,8 +224,6 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 #
 # PyTorch may keep a sign, a conjugation, or that all elements are 0, as a mark on a tensor instead of in its memory. Such a tensor is
 # copied first. A tensor without memory on the CPU is refused.
-
-
 def readable(tensor: Tensor) -> Tensor:
     """Return the tensor itself if its memory holds its values, else a copy whose memory does."""
     if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():

@@ -58,26 +58,17 @@ ALONE = Layout(1, 0, 0)  # of one number
 
 @dataclass(frozen=True)
 class Join:
-    """An accumulator: a · b + c, or sign_a · round(a · factor_a) + sign_b · round(b · factor_b) + c.
+    """An accumulator: a · b + c, or sign_a · round(a · factor_a) + sign_b · round(b · factor_b) + c."""
 
-    a, b      float32 tensors of integers; a has the shape of the result, b may be smaller, or absent from a sum
-    c         float64 tensor of integers, or None
-    product   whether it is the product
-    down      whether the terms of a sum are rounded down; else to the nearest, half to even
-    wide      whether its numbers are float64, else float32
-    each      whether b and c have one element for each column, and the requantization's constants too
-    slopes    the gradients of the terms of a sum: their factors before rounding
-    """
-
-    a: Tensor
+    a: Tensor  # a, b: float32 tensors of integers; a has the shape of the result, b may be smaller, or absent from a sum
     b: Tensor | None
-    c: Tensor | None
-    product: bool
-    wide: bool
-    down: bool = True
-    each: bool = False
+    c: Tensor | None  # float64 tensor of integers, or None
+    product: bool  # whether it is the product
+    wide: bool  # whether its numbers are float64, else float32
+    down: bool = True  # whether the terms of a sum are rounded down; else to the nearest, half to even
+    each: bool = False  # whether b and c have one element for each column, and the requantization's constants too
     factors: tuple[float, float] = (1.0, 1.0)
-    slopes: tuple[float, float] = (1.0, 1.0)
+    slopes: tuple[float, float] = (1.0, 1.0)  # the gradients of the terms of a sum: their factors before rounding
     signs: tuple[float, float] = (1.0, 1.0)
     columns: int = 1
     of_b: Layout = ALONE

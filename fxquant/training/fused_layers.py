@@ -76,24 +76,16 @@ class Accumulator(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounded:
-    """The constants of a requantization, one for each channel or scalars.
+    """The constants of a requantization, one for each channel or scalars."""
 
-    factors     of `requantize_real`: the multiplier; of `requantize_fixed`: half, 2^-shift, the product, all float64
-    limit, add  of `requantize_fixed`: the limit of the intermediate, and the rounding constant of the last shift
-    low, high   limits of the integers, the fused clamp included
-    bounds      limits of the dtype, beyond which the gradient is 0
-    clamp       the fused clamp, as float values
-    scale       float32: the value of one step
-    """
-
-    factors: tuple[Tensor, ...]
-    limit: int
+    factors: tuple[Tensor, ...]  # of `requantize_real`: the multiplier; of `requantize_fixed`: half, 2^-shift, the product, all float64
+    limit: int  # limit, add: of `requantize_fixed`: the limit of the intermediate, and the rounding constant of the last shift
     add: float
-    low: int
+    low: int  # low, high: limits of the integers, the fused clamp included
     high: int
-    bounds: tuple[int, int]
-    clamp: tuple[float, float]
-    scale: Tensor
+    bounds: tuple[int, int]  # limits of the dtype, beyond which the gradient is 0
+    clamp: tuple[float, float]  # the fused clamp, as float values
+    scale: Tensor  # float32: the value of one step
 
     def inside(self, real: Tensor) -> Tensor:
         """Return a bool mask of the float values with a gradient: within the fused clamp and the limits of the dtype."""

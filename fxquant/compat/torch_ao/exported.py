@@ -204,8 +204,6 @@ def _own(called: str, model: nn.Module) -> Any:
 #
 # docs/guide/from-torch-ao.md has the table. A node that is annotated and has no specification is a part of a pattern: its rule is the
 # target's usual config, and that of the pattern's last part counts.
-
-
 Pair = tuple[str, str]  # the names of two nodes
 KEY = "quantization_annotation"  # in the meta of a node
 

@@ -199,8 +199,6 @@ def _prepared(
 # on        off             CALIBRATE
 # off       on              TRAIN with frozen scales
 # off       off             FLOAT
-
-
 def _switch(switch: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
     """Apply a switch to a model that is not prepared yet as soon as it is."""
     switch = all_or_nothing(switch)

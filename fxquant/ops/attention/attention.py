@@ -32,21 +32,15 @@ from fxquant.ops.reduction.progression import along
 
 
 class Mask:
-    """Attention masks combined into one boolean mask and one bias. Each tensor broadcasts against the scores.
-
-    keep    bool mask, the conjunction of all masks: False hides a score; None: nothing is hidden
-    bias    float, the sum of the added masks where they do not hide; None: 0
-    empty   the treatment of rows that are hidden completely: `empty` of `masked_softmax`
-    scores  added tensors that layers compute, such as relative position scores: they hide nothing
-    rows    period of a constant mask along the batch: samples 0 … rows - 1 have different masks, and sample `rows` that of 0; else 1
-    """
+    """Attention masks combined into one boolean mask and one bias. Each tensor broadcasts against the scores."""
 
     def __init__(self, build: Builder) -> None:
         self.build = build
-        self.keep: fx.Node | None = None
-        self.bias: fx.Node | None = None
-        self.empty = "zeros"
-        self.scores: list[fx.Node] = []
+        self.keep: fx.Node | None = None  # bool mask, the conjunction of all masks: False hides a score; None: nothing is hidden
+        self.bias: fx.Node | None = None  # float, the sum of the added masks where they do not hide; None: 0
+        self.empty = "zeros"  # the treatment of rows that are hidden completely: `empty` of `masked_softmax`
+        self.scores: list[fx.Node] = []  # added tensors that layers compute, such as relative position scores: they hide nothing
+        # Period of a constant mask along the batch: samples 0 … rows - 1 have different masks, and sample `rows` that of 0; else 1.
         self.rows = 1
 
     def hide(self, keep: fx.Node) -> None:

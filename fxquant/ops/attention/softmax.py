@@ -105,8 +105,6 @@ def logsumexp(build: Builder, input: fx.Node, dim: list[int], keepdim: bool = Fa
 # The maximum is taken over the kept elements, so that Σ e ≥ 1. A row that is hidden completely becomes zeros.
 # An added mask (of -10000, -inf, …) is split into a boolean mask and a bias of the kept elements. Where the mask is computed from
 # booleans, `fxquant.ops.attention.hiding` recovers these from the graph. Otherwise both are computed in float; for a constant, once.
-
-
 LOWEST = -1e9  # saturates on every grid
 SMALLEST = -12.0  # exp of it is less than half a step of 2^-15
 

@@ -90,8 +90,6 @@ def supported_demand(demanded: Demand, dtypes: Collection[str]) -> Demand:
 #
 # An operator that has a trait meets its criterion; tests/ops/test_traits.py runs each of them. One without it may meet it all the same:
 # then no pass relies on it yet. In a criterion f is the operator's float function, x and y are activations, c and z are numbers.
-
-
 class Trait(Enum):
     """Criteria that operators meet."""
 

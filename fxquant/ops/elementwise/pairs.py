@@ -110,8 +110,6 @@ _rounded(trunc_remainder, _rounded_remainder, torch.trunc, "fmod(x, y)")
 # ---- Whether two numbers are close to each other: a composite of a difference and a comparison -----------------------
 #
 # isclose(x, y)   →   |x - y| <= rtol · |y| + atol
-
-
 @composite(
     takes="input other rtol atol equal_nan",  # no grid has a NaN
     demand=Plain("bool"),

@@ -238,8 +238,6 @@ conv_transpose3d = _reversed(3, "{name}(x, {{P(3, 3, 2, 2, 2)}}, {{P(3)}}, 2)", 
 # ---- Deformable convolution: a convolution whose every tap is read where an offset moves it --------------------------
 #
 # taps (N, C, H'·kh, W'·kw), read between the pixels;   y = conv(taps · mask, weight), kernel and stride (kh, kw)
-
-
 Geometry = tuple[Any, Any, Any, Any]  # kernel, stride, padding, dilation
 
 

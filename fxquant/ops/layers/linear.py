@@ -165,8 +165,6 @@ def matmul(
 # ---- Dynamic quantization: a linear layer between float tensors, whose operand is quantized at run time ----------------
 #
 # For the rest of the compiler it is an operator in float: nothing of it is calibrated, and its input and output have no grid.
-
-
 @lowered(
     function=lambda input, weight, bias=None: F.linear(input, weight, bias),
     layer=Layer(weight=lambda weight, **_: weight, macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1]),

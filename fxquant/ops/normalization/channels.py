@@ -173,8 +173,6 @@ def scale_channels(
 # 0, and f is 0 there.
 #
 # Without `Target.normalizes_items`, elements are not scaled, and the inverse deviation is one table of the variance, with ε in it.
-
-
 COARSE = 32  # steps of f at the largest extent of its grid: items are brought to one magnitude to 3 percent, if not 1000 times smaller
 NOT_ZERO = 1e-12  # in place of √ε where ε is 0
 CENTRED = Own("int16", headroom=1.5)  # an operand ends where its grid does, so its differences from the mean exceed those seen by little

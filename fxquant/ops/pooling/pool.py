@@ -21,11 +21,10 @@ from fxquant.primitives import accumulate, elementwise, pool
 from fxquant.primitives.arithmetic import LAYER
 from fxquant.primitives.pool import POOLED_EXACT
 
+
 # ---- Average pooling with windows that reach over an edge, for targets whose average pooling is a layer ---------------
 #
 # Windows of one size and divisor become one layer, whose weight is 1 / divisor; the layers' results are concatenated.
-
-
 def lower_uneven(lowering: Lowering, input: Quantized, total: Any, largest: float, divisor: Tensor, clamp: Clamp | None) -> Quantized:
     """Requantize window sums, at most `largest`, as a layer does: times the integer weight 127 of the scale 1 / (127 · divisor)."""
     device = input.scale.device
@@ -339,8 +338,6 @@ avg_pool1d, avg_pool2d, avg_pool3d = map(_avg_pool, (1, 2, 3))
 # ---- Pools by a power: the p-norm of windows, a composite that is 16 bits wide inside --------------------------------
 #
 # (Σ x^p)^(1/p) = (k · mean x^p)^(1/p)    of windows of k elements, as PyTorch has it: a sum that is negative has a root for p = 1 alone
-
-
 AVERAGES = {1: avg_pool1d, 2: avg_pool2d, 3: avg_pool3d}
 
 

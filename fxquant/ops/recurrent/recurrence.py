@@ -267,8 +267,6 @@ def expand_cell(build: Builder, kind: str, input: fx.Node, hx: Any, weights: Seq
 #     GRU    r, z = σ of the first two parts of a_t + u_t;   n = tanh(a_t + r·u_t), of the third;   h_t = (1 - z)·n + z·h_{t-1}
 #
 # 1 - σ(x) is σ(-x), with a separate table. Tensors within (-1, 1) have a constant scale; any other state has one scale for all steps.
-
-
 def lstm(
     input: Tensor, hx: Sequence[Tensor] | None = None, parameters: Sequence[Tensor] = (), biases: bool = True, num_layers: int = 1,
     bidirectional: bool = False, batch_first: bool = False, dropout: float = 0.0, nested: bool = True,

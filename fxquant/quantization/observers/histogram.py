@@ -27,8 +27,6 @@ from fxquant.support.arguments import checked
 #     a sample 10·log10(E_k / P_k + 10^-3.5) dB, on average over all samples: noise 35 dB below a sample does it no harm
 #
 # The pooled squared error is dominated by the outlier samples; this average is the expected error of the next sample.
-
-
 OCTAVES, BINS = 8, 256
 SAMPLE = 2**15  # about this number of elements of a batch is counted
 MIN_SAMPLE_SIZE = 32  # elements that a sample has at least: the norm of fewer is part of what they mean

@@ -23,11 +23,10 @@ from fxquant.numerics.grids import FLOAT32_EPSILON, INT8, SMALLEST_SCALE, IntTyp
 from fxquant.support import Offers
 from fxquant.support.arguments import checked
 
+
 # ---- the statistics that observers compute of a whole tensor: the minimum and maximum of its items, and histograms ---
 #
 # They are computed in PyTorch here, on every device. A backend may offer kernels that read the tensor once, without copies (`OFFERS`).
-
-
 class Counting(Protocol):
     """The kernels that a backend may offer; each returns the results of the function of that name in this module."""
 

@@ -309,7 +309,6 @@ def replace_qconfig_dtype(qconfig: Any, dtype: Any) -> fxq.QConfig | None:
 #
 # Calibration and training have one observer, so that a calibrated state loads into the trained model. The scale minimizes the
 # loss, and follows the range of the batches in training.
-
 TRAININGS = {"fake": STATISTICS, "fixed_act_fake": FROZEN, "lsq": LEARNED, "pact": PACT}
 ACTIVATIONS = {
     f"{bits}bit_{how}": fxq.ActivationConfig(f"int{bits}", training=training) for bits in (4, 8, 16) for how, training in TRAININGS.items()
