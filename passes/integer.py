@@ -55,7 +55,7 @@ CONTAINER = "integer"  # the path of the constants in the integer model
 
 @dataclass(frozen=True)
 class Writing:
-    """An integer graph that is being written."""
+    """The state that the lowerings of all operators share while an integer graph is written: module, graph, arithmetic, constants."""
 
     gm: fx.GraphModule  # the module that holds its constants
     graph: fx.Graph

@@ -102,7 +102,7 @@ class Search:
             reader.replace_input_with(node, last)
 
     def _without(self, node: fx.Node) -> fx.Node | None:
-        """Return a new node that computes `node` without its masks; None if it has none, or if they cannot be removed."""
+        """Return the scores that a node masks, as an old or a new node, and record the masks in `keeps`; None if no mask is removable."""
         record = operator_of(node)
         if record is None or (record.function is not where and record.refuses(node, record.arguments(node)) is not None):
             return None

@@ -336,7 +336,7 @@ def move(site: Site) -> Built:
 
 
 def _moves(site: Site, inputs: Sequence[Tensor], output: Tensor) -> Iterator[tuple[Tensor, Tensor, bool, tuple[int, Tensor] | None]]:
-    """Yield the view of each operand, the view of the part of the result that it fills, and whether one stores int8 and the other uint8.
+    """Yield for each operand its moved view, the view of the result that it fills, whether int8 meets uint8, and a select's indices.
 
     The last is the dimension and the indices of the elements that a choice takes from the operand; None for other movements.
     """
@@ -392,7 +392,7 @@ def product(site: Site) -> Built:
 
 @implementation("native dynamic layer", reads_held=False)
 def native_dynamic(site: Site) -> Built:
-    """Build a dynamically quantized layer by native.c: the grid, the bytes, the sums and their dequantization."""
+    """Bind a dynamically quantized linear layer to C, which at each call chooses a grid, quantizes, sums and dequantizes."""
     loaded = loaded_library("dot_products")
     weight, scale, bias = site.tensor("weight"), site.tensor("scale"), site.constant(site.match.parts["bias"])
     outputs, inputs = weight.shape

@@ -27,7 +27,7 @@ OBSERVED = Observer, ChannelFactors  # modules that hold what batches have shown
 
 
 def _open(run: Run) -> list[QuantizedOperator]:
-    """Return the operators that are calibrated: those `left_out` keep their state and their scales."""
+    """Return the prepared operators that this run may calibrate: all without `left_out`."""
     return [operator for operator in quantized_operators(run.prepared).values() if not operator.left_out]
 
 

@@ -307,7 +307,7 @@ def _parts(prepared: fx.GraphModule) -> dict[str, Parts]:
 
 
 def counts(prepared: fx.GraphModule) -> dict[str, int]:
-    """Return the number of batches each quantizer's observer has seen, by operator and role, if the scale follows from all the batches."""
+    """Return how many batches each observer has seen, by operator and index, without quantizers whose scale is `pending`."""
     there = {name: quantizer for name, quantizer in owned_quantizers_by_name(prepared).items() if not quantizer.pending}
     return {name: int(quantizer.observer.count) for name, quantizer in there.items() if quantizer.observer is not None}
 

@@ -354,7 +354,7 @@ class _Layer(NamedTuple):
         return rows[:, :: rows.shape[1] // count | 1]  # odd: it meets every column of an image whose width is a power of two
 
     def best(self, learned: Moment, judging: Moment, shares: Sequence[float], effect: Tensor | None) -> tuple[Tensor, float, float]:
-        """Return the integers with the least noise on held-out samples, the noise of the current integers, and that of the returned ones.
+        """Return the rounding with the least noise on `judging`, and that noise before and after; each share of smoothing is tried.
 
         Without `effect`, noise is the noise-to-signal ratio of a layer's sums, averaged over outputs.
         """

@@ -70,7 +70,7 @@ def prepared_in_place(
 
 @torch.no_grad()
 def _keep_parameters(model: nn.Module, prepared: nn.Module) -> None:
-    """Put a model's own parameter objects into the prepared model, under the names that both have."""
+    """Make the prepared model hold `model`'s own parameters of the same name and shape, which take its values."""
     own = dict(model.named_parameters(remove_duplicate=False))
     for path, value in list(prepared.named_parameters(remove_duplicate=False)):
         if path in own and own[path].shape == value.shape and own[path] is not value:

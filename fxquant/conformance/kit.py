@@ -42,7 +42,7 @@ SCALES = ("observed", "powers of two")
 
 
 def probe_target(march: str) -> Target:
-    """Return the target whose arithmetic is that of the vendor compiler's programs for a march, or for one of its chips."""
+    """Return the target of a march or chip name without its variant ("nash-e/requantize"), with the vendor programs' arithmetic."""
     return backends.get(backends.get(march).march)
 
 

@@ -79,7 +79,7 @@ class Evaluator:
     def run(
         self, function: Callable[..., Any], args: Any, kwargs: Any, content: Content | int | None, substitutes: dict[int, Value]
     ) -> Outcome:
-        """Return the outcome of `function` at both batch sizes.
+        """Run a function at both batch sizes, on fake tensors or, with `content`, on filled tensors; return the merged outcome.
 
         `content` is None if the content of the arguments must not be read; else a function that replaces tensors of unknown content, or a
         sample that fills them: 0, 1, or the seed of random numbers. `substitutes` are the values of plain tensors, by identity.

@@ -191,7 +191,7 @@ def straight_through(smooth: Tensor, exact: Tensor) -> Tensor:
 #
 # Each is called in the graph and returns its first operand. It acts while gradients are recorded; an integer graph has no such module.
 class GradientRule(nn.Module):
-    """Returns its first operand, with another gradient."""
+    """Base class of modules in the graph that return their first operand unchanged and alter its gradient."""
 
     label: str  # its name in messages
 

@@ -97,7 +97,7 @@ class QuantizedOperator(nn.Module):
 
     @property
     def output(self) -> Quantizer:
-        """The quantizer of the result, which is not plain."""
+        """The quantizer of the result; the result must not be `plain` (not a quantized tensor)."""
         output = self._shared[0]
         assert output is not None, f"the result of %{self.name} has no quantizer"
         return output

@@ -164,7 +164,7 @@ class Emitter(Protocol):
 
 
 class Role(Enum):
-    """The role of a primitive for code that fuses, writes or runs several primitives at once."""
+    """An enum of what a primitive computes (convolution, sum, elementwise, movement, …), for code that fuses or emits it."""
 
     CONVOLUTION = "Sums of products over windows, with a bias: (input, weight, bias, stride, padding, dilation, groups, …)."
     TRANSPOSED = "Sums of products spread over windows, with a bias: (input, weight, bias, stride, padding, output padding, …)."

@@ -124,7 +124,7 @@ def not_fused(prepared: fx.GraphModule) -> Rows[Unfused]:
 
 @checked(model=instance("an nn.Module", nn.Module))
 def call_counts(model: nn.Module, example_inputs: Any) -> Rows[Called]:
-    """Return the number of calls of each module without children: 0 is unused, above 1 shares a weight, with separate activation scales."""
+    """Trace the model and return how often each module without children is called: 0 unused, above 1 a shared weight."""
     traced = trace(model, example_inputs)
     calls: dict[str, list[str]] = {}
     for node in traced.graph.nodes:

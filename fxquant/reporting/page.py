@@ -134,7 +134,7 @@ def _node(layer: Layer | None, compared: LayerComparison | None, name: str, time
 
 
 def _details(statistics: TensorStatistics) -> dict[str, Any]:
-    """Return the histogram and the range of each channel of a tensor."""
+    """Return a tensor's ends, histogram, clip limits and largest magnitude of each channel (at most CHANNELS), for the page's JSON."""
     data: dict[str, Any] = {"low": statistics.low, "high": statistics.high}
     if statistics.steps is not None:
         scale, ends = statistics.steps.scale, drawn(statistics.steps)

@@ -382,7 +382,7 @@ class Constants:
     arguments: tuple[Any, ...] = ()
 
     def call(self, primitive: Any, *arguments: Any) -> None:
-        """Store the primitive and its arguments."""
+        """Record the primitive and its arguments, where a `Composer` would emit a node."""
         self.primitive, self.arguments = primitive, arguments
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -279,7 +279,7 @@ def _refuses_entry(entry: Any, size: Size) -> str | None:
 
 
 def along_dimension(input: Any, dim: int, entry: Any) -> dict[str, Any]:
-    """input indexed by `entry` along `dim` alone."""
+    """Return the arguments (input, index) of `index` that apply an entry along `dim`, and whole slices elsewhere."""
     index: list[Any] = [WHOLE] * rank_of(input)
     index[dim] = entry
     return {"input": input, "index": index}

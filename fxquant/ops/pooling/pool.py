@@ -212,7 +212,7 @@ def too_many(window: list[int], limit: int) -> str | None:
 
 
 def _within(rank: int) -> Callable[[fx.Node, dict[str, Any]], dict[str, Any]]:
-    """Return a normalization of average pooling: a single window larger than the input (`ceil_mode`) is cut to it, as its divisor is."""
+    """Return a normalizer that shrinks an average pool's one unpadded `ceil_mode` window to the input, as PyTorch divides."""
 
     def normalize(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
         input_fact = fact(arguments["input"])

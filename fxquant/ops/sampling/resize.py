@@ -83,7 +83,7 @@ def _stepped_neighbours(length: int, size: int | None, factor: float | None, ali
 
 
 def _weights(neighbours: tuple[tuple[int, int], ...], length: int, bits: int, device: torch.device) -> Tensor:
-    """Return the weight, in steps of 2^-bits, of every element in every output: float32 [outputs, length]; each row sums to 2^bits."""
+    """Return the float32 weights [outputs, length] in steps of 2^-bits, from each output's (first index, second weight)."""
     first, second = torch.tensor(neighbours, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
     weights = torch.zeros(len(neighbours), length, dtype=torch.float32, device=device)
     weights.scatter_(1, first.unsqueeze(1), (2**bits - second).float().unsqueeze(1))

@@ -437,7 +437,7 @@ def finite_range(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def finite_ranges(value: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the range (low, high) of a tensor as `finite_range`, and the ranges of its items along dimension 0, each (items,)."""
+    """Return the (low, high) of a tensor and of each item of dimension 0. Raises ValueError if it is empty or not finite."""
     if value.numel() == 0:
         raise ValueError("the tensor is empty")
     low, high = ends(value.detach().flatten(1))
