@@ -8,7 +8,7 @@ A composite is checked against the limits of its parts, not against limits publi
 A softmax, for example, accepts any rank and axis that its parts accept.
 
 A limit that is missing here is unknown. For Bernoulli no limits are published. For Bayes-e the limits of Bayes are used, since no others
-are published. For Nash the published tables give dtypes rather than sizes.
+are published. For Nash the published tables give dtypes, and few sizes.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""Functions of a model's parameters that remedies compute: a graph may call them, and a file may name them."""
+"""Functions of a model's parameters that passes and remedies compute: a graph may call them, and a file may name them."""
 
 import torch
 from torch import Tensor
