@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import safetensors
 import safetensors.torch
@@ -27,9 +27,6 @@ from fxquant.errors import ConfigurationError
 from fxquant.support import logger
 from fxquant.support.files import check_place, write_file
 from fxquant.support.progress import progress
-
-if TYPE_CHECKING:
-    from fxquant.accuracy.student import Learned
 
 Agreed = TypeVar("Agreed")
 
@@ -146,12 +143,12 @@ class Checkpoint:
             metadata["digest"] = _digest_of(self.call, self.document, tensors)
             write_file(self.path, safetensors.torch.save(tensors, metadata))
 
-    def learned(self, row: TunedLayer) -> Learned:
+    def learned(self, row: TunedLayer) -> Mapping[str, Tensor]:
         """Return the learned tensors of a finished layer, by name."""
         start = f"{row.name}/"
         return {name.removeprefix(start): value for name, value in self.tensors.items() if name.startswith(start)}
 
-    def row(self, row: TunedLayer, learned: Learned) -> dict[str, Any]:
+    def row(self, row: TunedLayer, learned: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the entry of a finished layer, and hold its learned tensors, which are empty if the model does not keep them."""
         self.tensors.update({f"{row.name}/{name}": value.detach().cpu().clone() for name, value in learned.items()})
         return asdict(row)

@@ -148,8 +148,8 @@ _MATH_MODULE = ModuleType("math")  # what `math` is for the modules of a model t
 _MATH_MODULE.__dict__.update(math.__dict__)
 _MATH_MODULE.__dict__.update((function.__name__, stand_in) for function, stand_in in _MATH_STAND_INS.items())
 _BUILTIN_STAND_INS: dict[str, Any] = {
-    "int": _Number("_IntStandIn", (builtins.int,), {"stands_for": builtins.int}),
-    "float": _Number("_FloatStandIn", (builtins.float,), {"stands_for": builtins.float}),
+    "int": type("_Int", (_Number,), {})("_IntStandIn", (builtins.int,), {"stands_for": builtins.int}),
+    "float": type("_Float", (_Number,), {})("_FloatStandIn", (builtins.float,), {"stands_for": builtins.float}),
     "range": _Range("_RangeStandIn", (), {"stands_for": builtins.range}),
     "len": lambda sized: sized.size(0) if isinstance(sized, TracedTensor) and is_tracing() else builtins.len(sized),
 }

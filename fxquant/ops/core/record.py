@@ -274,10 +274,14 @@ class Operator:
         others = {name: value for name, value in arguments.items() if name not in self.operands}
         if (self.element is None and Trait.ELEMENTWISE not in self.traits) or any(isinstance(value, fx.Node) for value in others.values()):
             return None
-        function = partial(self.element or self.function, **others)
+        function = partial(self._on_elements, **others)
         near = 2.0 ** -torch.arange(0, 12, dtype=torch.float32, device="cpu")
         slopes = _slopes(function, torch.cat([-near, near]))
         return None if has_poles(function) or bool((slopes.abs() > STEEPEST).any()) else function
+
+    def _on_elements(self, input: Tensor, **others: Any) -> Tensor:  # a method, since a lambda cannot be pickled
+        result: Tensor = (self.element or self.function)(input, **others)
+        return result
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
