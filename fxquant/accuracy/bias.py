@@ -16,7 +16,7 @@ the two is kept, and neither where the noise does not clearly fall.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor, fx
 import fxquant.accuracy.ranks as ranks
 from fxquant.accuracy.checkpoint import Checkpoint, call_of
 from fxquant.accuracy.choices import Tuned, tuning
-from fxquant.accuracy.measure import FloatOutputs, judged, outputs_of, real_outputs
+from fxquant.accuracy.measure import FloatOutputs, Forward, judged, outputs_of, real_outputs
 from fxquant.accuracy.result import TunedLayer, TuningResult
 from fxquant.accuracy.step import ENOUGH, Run
 from fxquant.accuracy.walk import Samples, Unit, Walk, bound_arguments, by_channel, layer_units, real_result, run, taken, weight_of
@@ -147,7 +147,7 @@ def _correct(
     return result
 
 
-def _walked(prepared: fx.GraphModule, samples: Samples, exact: Walk) -> Callable[[Sequence[Any]], list[Tensor]]:
+def _walked(prepared: fx.GraphModule, samples: Samples, exact: Walk) -> Forward:
     """Return a function from a chunk of inputs to the model's outputs, which are taken from `exact` for the chunks that it has walked."""
     (output,) = prepared.graph.find_nodes(op="output")
     ends = dict(zip(map(id, samples.chunks), exact.at(output.all_input_nodes), strict=True))

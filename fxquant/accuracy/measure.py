@@ -40,7 +40,7 @@ QUIET = 1e-8  # noise of a part that counts as none
 MOST = 16  # parts of an output: one of more is a stack of tensors that are alike, and judged as a whole
 
 Candidate = TypeVar("Candidate")
-Run = Callable[[Sequence[Any]], list[Tensor]]  # from a model's inputs to its floating-point outputs
+Forward = Callable[[Sequence[Any]], list[Tensor]]  # from a model's inputs to its floating-point outputs
 
 
 def is_lower(after: Noise, before: Noise) -> bool:
@@ -209,7 +209,7 @@ def _split(value: Tensor, label: Tensor) -> list[tuple[int, Tensor]]:
 # An attempt puts something into the model. It is taken where the outputs are clearly nearer to the float model's with it: by more than
 # `GAIN`, and no part of them loses as much.
 class FloatOutputs:
-    """The floating-point outputs of a prepared model in its float form for some chunks of inputs, from which others are so far.
+    """The floating-point outputs of a prepared model in state FLOAT for chunks of inputs, to which other outputs are compared.
 
     current  the noise of the model as it is now, where that was measured already
     """
@@ -239,17 +239,17 @@ class FloatOutputs:
         """Whether the model returns any floating-point tensor."""
         return any(self.wanted)
 
-    def noise(self, run: Run, chunks: Sequence[Sequence[Any]] | None = None) -> Noise:
-        """Return the noise of the outputs of `run` against the wanted ones, for the same inputs or for `chunks`, one chunk at a time."""
+    def noise(self, forward: Forward, chunks: Sequence[Sequence[Any]] | None = None) -> Noise:
+        """Return the noise of the outputs of `forward` against the wanted ones, for its own chunks or others, one at a time."""
         with torch.no_grad(), constants_kept():
-            return Noise.of(self.wanted, (self.apart(run(chunk)) for chunk in (self.chunks if chunks is None else chunks)), self.counts)
+            return Noise.of(self.wanted, (self.apart(forward(chunk)) for chunk in (self.chunks if chunks is None else chunks)), self.counts)
 
     def float_form(self, inputs: Sequence[Any]) -> list[Tensor]:
         """Return the outputs in float, with the changes that hooks on operators make (see `simulation`)."""
         return outputs_of(self.prepared, inputs, State.FLOAT)
 
     def measure(self) -> Noise:
-        """Return the noise of the model in its present state, of the model as it is now."""
+        """Return the noise of the model as it is now, in its present state."""
         return self.noise(partial(outputs_of, self.prepared))
 
 

@@ -64,8 +64,9 @@ class Step:
     learn: Callable[..., TuningResult] | None = None
 
     def is_wanted(self, run: Run) -> bool:
-        """Return whether a run takes this step."""
-        return self.find is not None and (self.option is None or getattr(run.options, self.option) is not False) and self.has_work(run)
+        """Return whether a run takes this step: its option is not off, and there is work, or what an earlier calibration did by it."""
+        on = self.find is not None and (self.option is None or getattr(run.options, self.option) is not False)
+        return on and (bool(run.before.given.get(self.name)) or self.has_work(run))
 
 
 @dataclass(frozen=True)

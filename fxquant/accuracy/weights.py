@@ -112,8 +112,8 @@ def _bits(run: Run) -> int:
 
 
 def has_work(run: Run) -> bool:
-    """Return whether the model has weights that this step rounds, or had before an earlier calibration rounded them by samples."""
-    return bool(run.before.given.get("rounding of weights")) or is_wanted(run.prepared, _bits(run))
+    """Return whether the model has weights that this step rounds."""
+    return is_wanted(run.prepared, _bits(run))
 
 
 def find(run: Run) -> Rounded:

@@ -86,7 +86,8 @@ def prepare(
 
 def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
     missing = restore(prepared, observations)
-    wanted = {step.option for step in BY_SAMPLES if step.is_wanted(Run(prepared, BY_SAMPLES))}
+    run = Run(prepared, BY_SAMPLES)
+    wanted = {step.option for step in BY_SAMPLES if step.is_wanted(run)}
     if "round_weights" in wanted:
         logger.warning(
             "weights of less than 8 bits are rounded to the nearest, since observations hold no samples;"

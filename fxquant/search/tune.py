@@ -7,7 +7,6 @@ in order. A remedy proposes recipes, which `tune` builds, evaluates on held-out 
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -321,10 +320,10 @@ class _Session:
             model, applied = self.work.with_mapping(recipe.mapping, replace(self.work.options, **recipe.corrections)), ()
         for count in range(len(applied), len(recipe.methods)):
             part = replace(recipe, methods=recipe.methods[: count + 1])
-            learn, options = _STEPS[part.methods[-1]].learn, replace(self.work.options, checkpoint=self._file(part))
-            assert learn is not None
-            steps = {"steps": self.steps} if "steps" in inspect.signature(learn).parameters else {}
-            learn(model, self.work.samples, **steps, options=options, show_progress=self.work.show)
+            step, options = _STEPS[part.methods[-1]], replace(self.work.options, checkpoint=self._file(part))
+            assert step.learn is not None
+            steps = {"steps": self.steps} if step.find is None else {}  # a step of calibration is not learned in steps
+            step.learn(model, self.work.samples, **steps, options=options, show_progress=self.work.show)
         if recipe == self.recipe:
             self.made = model
         return model
