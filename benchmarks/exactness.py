@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def measured(chosen: dict[str, list[tuple[str, str]]], processes: int) -> Iterator[Row]:
-    """Yield the rows as they are measured: the rows of one model one after another, models side by side."""
+    """Measure models, in parallel if there are several `processes`, and yield the rows of each model when that is measured."""
     if processes <= 1:
         for name, pairs in chosen.items():
             yield from _measure_model(name, pairs)

@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def outcomes(kind: str, seeds: range, folder: Path) -> list[Outcome]:
-    """Return the outcomes of mutations in one new process; if that process ends, each mutation has a process of its own."""
+    """Run mutations in one new process and return their outcomes; if that process dies, run each mutation in its own process."""
     try:
         with ProcessPoolExecutor(1, get_context("fork"), faulthandler.enable) as pool:
             return pool.submit(check, kind, seeds, folder).result()

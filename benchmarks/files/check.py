@@ -147,7 +147,7 @@ KINDS: dict[str, tuple[str, Mutate, Read]] = {
 
 
 def check(kind: str, seeds: range, folder: Path, limit_memory: bool = True) -> list[Outcome]:
-    """Return the outcomes of these mutations of a kind of file, one after the other."""
+    """Run the mutations of a kind of file one by one, in this process, and return their outcomes."""
     if limit_memory:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     suffix, mutate, load = KINDS[kind]

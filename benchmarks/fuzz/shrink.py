@@ -18,7 +18,7 @@ SIMPLE_TARGETS = ("bayes-e", "nash-e")  # one for each way to requantize; the fi
 
 
 def shrink(case: Case, outcome: Outcome, seconds: float = 60, run: Callable[[Case], Outcome] = run) -> tuple[Case, Outcome]:
-    """The smallest case found in so many seconds that fails like the given case, and its outcome."""
+    """Shrink a failing case for a number of seconds; return the smallest case that fails in the same way, and its outcome."""
     deadline = time.monotonic() + seconds
     tried: set[str] = {_key(case)}
     smaller = True
@@ -155,7 +155,7 @@ def _batches(case: Case) -> Iterator[Case]:
 
 
 def _spellings(case: Case) -> Iterator[Case]:
-    """An earlier call form of the same operator, which takes as many operands; a layer of its own."""
+    """Yield the case with an earlier call form of one operator, of as many operands; or with a layer of its own."""
     table = by_operator()
     for index, step in enumerate(case.steps):
         if step.shares is not None:

@@ -1,1 +1,1 @@
-"""Programs written for Horizon's plugin, run as they are: the outcome of each, against the outcome that the program asks for."""
+"""Programs written for Horizon's plugin, run without edits, and the expected outcome of each program."""

@@ -1,4 +1,4 @@
-"""Run programs written for Horizon's plugin as they are, and hold the outcome of each against the outcome that is asked for.
+"""Run programs written for Horizon's plugin without edits, and compare the outcome of each with its expected outcome.
 
 `python -m benchmarks.horizon_programs` runs all; `--only WORD` those whose name has it. A program passes where its layers have the dtypes
 and the scales that it asks for, and its integer model has the bits of its prepared one. Its outputs have to be near the float model's, and
@@ -47,7 +47,7 @@ def import_lines() -> list[str]:
 
 
 def try_import(line: str) -> str:
-    """Return the outcome of an import line: "served", or "refused" with a remedy. Raises what is raised otherwise."""
+    """Run an import line; return "served", or "refused" for an error with a remedy. Other errors are raised."""
     try:
         exec(line, {})
     except ImportError as error:

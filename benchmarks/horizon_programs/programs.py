@@ -155,7 +155,7 @@ def trained_fx(rules, load=load_state, by_example=False):
 
 
 def calibrated_eager(qconfigs, by_example=False, **options):
-    """Eager mode: calibrate what `prepare_qat` returns, with qconfigs as attributes of the modules at these paths."""
+    """Return a call that sets `qconfigs`, by module path, prepares with `prepare_qat` in eager mode, and calibrates."""
 
     def call(run):
         model = copy.deepcopy(run.float_model)

@@ -1,4 +1,4 @@
-"""QConfigs and mappings are values, which nothing changes; a QConfig as an attribute of a module goes before every rule."""
+"""QConfigs and mappings are immutable values; a QConfig that is an attribute of a module takes precedence over every rule."""
 
 import copy
 import functools

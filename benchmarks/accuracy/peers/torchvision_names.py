@@ -6,6 +6,6 @@ NAMES = ("nms", "qnms")
 
 
 def define() -> None:
-    """Define what `import torchvision` asks for; the toolkits that import torchvision do not call it for these networks."""
+    """Define the two operators that `import torchvision` looks up; toolkits import it, and call neither for these networks."""
     for name in NAMES:
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
