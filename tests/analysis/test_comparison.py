@@ -289,7 +289,7 @@ def test_a_batch_norm_without_statistics_is_named(layer: str, what: str) -> None
     about_statistics = [each for each in comparison.advice if each.rule == "batch_norm_statistics"]
     assert [each.layer for each in about_statistics] == [f"{layer}_1"], str(comparison)
     assert comparison.advice[0] is about_statistics[0]
-    assert "state_dict" in told[0].cure
+    assert "state_dict" in about_statistics[0].cure
 
 
 @pytest.mark.nightly

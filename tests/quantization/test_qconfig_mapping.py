@@ -1,4 +1,4 @@
-"""QConfigs and mappings are immutable values; a QConfig that is an attribute of a module takes precedence over every rule."""
+"""QConfigs and mappings are immutable; a QConfig that is an attribute of a module takes precedence over every rule."""
 
 import copy
 import functools
