@@ -4,8 +4,9 @@ Requantization, table look-up and the splitting of wide sums are each one node t
 function. Every node of the integer graph is a value of equal name in the ONNX graph.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from fxquant.analysis.recording import returned
 from fxquant.backends.onnx.float_export import FloatRegions, rename_values
 from fxquant.backends.onnx.metadata import write_metadata
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.ir.graph import BatchDim, Size, TensorFact, annotation, fact, fused, resolve
+from fxquant.ir.graph import Size, TensorFact, annotation, fact, fused, resolve, sizes_of_input
 from fxquant.ir.integer import channel_exponents, qparams, zero_point
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.primitives import PRIMITIVES, Primitive
@@ -164,9 +165,17 @@ class FunctionEmitter(Emitter):
         return name
 
 
-def value_info(name: str, dtype: torch.dtype, shape: Sequence[Size]) -> onnx.ValueInfoProto:
-    """Return the type of a value; the batch is symbolic."""
-    dims: list[int | str] = [str(size).replace("B", "batch") if isinstance(size, BatchDim) else size for size in shape]
+def value_info(
+    name: str, dtype: torch.dtype, shape: Sequence[Size], names: Mapping[int, str] = MappingProxyType({})
+) -> onnx.ValueInfoProto:
+    """Return the type of a value; sizes that vary are symbolic: those of these dimensions by name, and multiples of the batch."""
+
+    def symbol(dim: int, size: Size) -> int | str:
+        if isinstance(size, int):
+            return size
+        return names.get(dim) or (str(size).replace("B", "batch") if size.largest is None else f"{name}_size_{dim}")
+
+    dims = [symbol(dim, size) for dim, size in enumerate(shape)]
     if dtype not in TYPES:
         because = f"it is {str(dtype).removeprefix('torch.')}, which has no element type in ONNX that runtimes support"
         remedy = "convert it to another dtype in forward"
@@ -256,7 +265,8 @@ class Writer:
         if not isinstance(input_fact, TensorFact):
             because = "an ONNX input is a tensor of known type"
             raise ExportError(f"the input {name!r} is not a tensor", because=because, remedy="trace with tensor inputs")
-        self.inputs.append(value_info(name, input_fact.dtype, input_fact.shape))
+        names = {dim: symbol for dim, (symbol, *_) in sizes_of_input(node).items()}
+        self.inputs.append(value_info(name, input_fact.dtype, input_fact.shape, names))
         self.emitter.types[name] = input_fact.dtype
         if self.io == "float" and qparams(node) is not None:  # for a segment that begins where another one ends
             self._describe(node, name, "quantized")

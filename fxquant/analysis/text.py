@@ -280,8 +280,10 @@ def _described(cell: str) -> Any:
     dtype, sizes = cell.removesuffix("]").split("[")
     shape = []
     for size in filter(None, sizes.split(",")):
+        size, _, largest = size.partition("≤")
         factor, batch, rest = size.rpartition("B")
         divisor, offset = re.fullmatch(r"(?:/(\d+))?(.*)", rest).groups()  # type: ignore[union-attr]
-        shape.append(facts.BatchDim(Fraction(int(factor or 1), int(divisor or 1)), Fraction(offset or 0)) if batch else int(size))
+        coefficient, most = Fraction(int(factor or 1), int(divisor or 1)) if batch else Fraction(0), int(largest) if largest else None
+        shape.append(facts.BatchDim(coefficient, Fraction(offset or 0), most) if batch or largest else int(size))
     names = {name: key for key, name in facts.DTYPE_NAMES.items()}
     return facts.TensorFact(tuple(shape), names.get(dtype) or getattr(torch, dtype.removeprefix("torch.")))

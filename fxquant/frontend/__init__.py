@@ -13,7 +13,7 @@ tensors: a custom function runs once more in float, for the context that its bac
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from fxquant.errors import FxQuantError, TraceError
 from fxquant.frontend.entry import LOST_GRADIENTS, float_model, is_traced, lost_gradients, note_batch_limits
 from fxquant.frontend.environment import with_backward_hooks
 from fxquant.frontend.handler import Handler, default_leaf, leaf_rule
-from fxquant.frontend.inputs import ExampleInputs, InputCheck, bind_inputs
+from fxquant.frontend.inputs import ExampleInputs, InputCheck, VaryingSize, bind_inputs
 from fxquant.frontend.opaque import wrap
 from fxquant.frontend.result import (
     Branch,
@@ -73,15 +73,18 @@ def trace(
     with collection_paused():
         state = state_moved_by_forward(model, inputs) if check else NOTHING_MOVED
         trace_at = functools.partial(record, model, leaf=leaf_rule(options.leaf, model), random=state)
-        traced, recording = _traced(model, inputs, trace_at, check, options)
+        inputs, recording = _at_sizes_that_vary(inputs, functools.partial(trace_at, qconfigs=attached_qconfigs(model)), check)
+        traced, recording = _traced(model, inputs, recording, trace_at, check, options)
         if check:
             compare_with_model(model, traced, inputs)
         note_state(traced, state, recording, lost_parameters(traced, inputs, state))
     return traced
 
 
-def _traced(model: nn.Module, inputs: ExampleInputs, trace_at: _TraceAt, check: bool, options: Options) -> tuple[fx.GraphModule, Handler]:
-    """Return the graph module, and the trace that it is made of."""
+def _traced(
+    model: nn.Module, inputs: ExampleInputs, recording: Handler, trace_at: _TraceAt, check: bool, options: Options
+) -> tuple[fx.GraphModule, Handler]:
+    """Return the graph module of a trace, and the trace that it is made of in the end."""
     qconfigs = attached_qconfigs(model)
     hooked = with_backward_hooks(model)
     if hooked:
@@ -92,9 +95,6 @@ def _traced(model: nn.Module, inputs: ExampleInputs, trace_at: _TraceAt, check: 
     hooked = [name for name, parameter in model.named_parameters() if parameter._backward_hooks or parameter._post_accumulate_grad_hooks]
     if hooked:
         logger.warning("hooks on parameters are not copied; register them on those of the new model: %s", ", ".join(hooked))
-    recording = _recorded(inputs, trace_at, qconfigs)
-    if check and inputs.batch is not None:
-        compare_recordings(recording, trace_at(inputs, again=True))
     modes = _modes_in_training(inputs, trace_at, recording)
     if modes:
         recording = trace_at(inputs, qconfigs=qconfigs, modes=modes)
@@ -103,7 +103,7 @@ def _traced(model: nn.Module, inputs: ExampleInputs, trace_at: _TraceAt, check: 
     branch = None
     if options.training_branch:
         training = trace_at(inputs, training=True)
-        if check and inputs.batch is not None:
+        if check and (inputs.batch is not None or inputs.sizes.others):
             compare_recordings(training, trace_at(inputs, again=True, training=True))
         branch = Branch(recording, training)
     traced = build(model, recording, inputs.signature, options.preserve, branch if branch is not None and branch.differs else None)
@@ -112,6 +112,63 @@ def _traced(model: nn.Module, inputs: ExampleInputs, trace_at: _TraceAt, check: 
     if qconfigs:
         traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules
     return traced, recording
+
+
+STEPS = (1, 2, 4, 8, 16, 32, 64)  # tried in this order: a model that halves an image five times may need multiples of 32
+
+
+def _at_sizes_that_vary(inputs: ExampleInputs, trace_at: _TraceAt, check: bool) -> tuple[ExampleInputs, Handler]:
+    """Return the inputs with those sizes that can vary, in the smallest common step, and the trace at these sizes.
+
+    A size that cannot vary is fixed, and logged, where the user did not ask for it by name. Raises TraceError if the user did.
+    """
+    others = inputs.sizes.others
+    if not others:
+        return inputs, _compared(inputs, trace_at, check)
+    outcome = _in_steps(inputs, others, trace_at, check)
+    if isinstance(outcome, FxQuantError) and not all(other.asked for other in others):
+        kept: list[VaryingSize] = [other for other in others if other.asked]
+        for other in (each for each in others if not each.asked):
+            attempt = _in_steps(inputs, (*kept, other), trace_at, check)
+            if isinstance(attempt, FxQuantError):
+                logger.info("%s of the inputs is fixed to %d: %s (%s)", other.name, other.example, attempt.because, attempt.at)
+            else:
+                outcome, kept = attempt, [*kept, other]
+        if isinstance(outcome, FxQuantError):
+            fixed = inputs.varying(*kept)
+            return fixed, _compared(fixed, trace_at, check)
+    if isinstance(outcome, FxQuantError):
+        names = ", ".join(other.name for other in others)
+        largest = ", ".join(f"{other.name} = {other.largest}" for other in others)
+        because = f"{outcome.because}; it was traced with {largest}, and in steps of up to {STEPS[-1]}"
+        remedy = "change that line, or leave the size out of dynamic_shapes, which fixes it"
+        raise TraceError(f"the model does not hold for every {names}", at=outcome.at, because=because, remedy=remedy) from outcome
+    return outcome
+
+
+def _in_steps(
+    inputs: ExampleInputs, others: tuple[VaryingSize, ...], trace_at: _TraceAt, check: bool
+) -> tuple[ExampleInputs, Handler] | FxQuantError:
+    """Return the inputs and the trace with these sizes in the smallest step that the model takes; or the error without a step."""
+    errors: list[FxQuantError] = []
+    for step in STEPS:
+        stepped = tuple(other.stepped(step) for other in others)
+        if any(other.example % step or other.largest <= other.example // 2 for other in stepped):
+            break
+        try:
+            varying = inputs.varying(*stepped)
+            return varying, _compared(varying, trace_at, check)
+        except FxQuantError as error:
+            errors.append(error)
+    return errors[0]
+
+
+def _compared(inputs: ExampleInputs, trace_at: _TraceAt, check: bool) -> Handler:
+    """Return a trace that another one, at other sizes, does not contradict."""
+    recording = _recorded(inputs, trace_at)
+    if check and (inputs.batch is not None or inputs.sizes.others):
+        compare_recordings(recording, trace_at(inputs, again=True))
+    return recording
 
 
 def _modes_in_training(inputs: ExampleInputs, trace_at: _TraceAt, recording: Handler) -> dict[str, bool]:
@@ -126,11 +183,11 @@ def _modes_in_training(inputs: ExampleInputs, trace_at: _TraceAt, recording: Han
     return {line: enabled for line, enabled in again.items() if lines.get(line, enabled) != enabled}
 
 
-def _recorded(inputs: ExampleInputs, trace_at: _TraceAt, qconfigs: Mapping[str, Any]) -> Handler:
+def _recorded(inputs: ExampleInputs, trace_at: _TraceAt) -> Handler:
     try:
-        return trace_at(inputs, qconfigs=qconfigs)
+        return trace_at(inputs)
     except TraceError as error:
-        if error.__cause__ is None or inputs.batch is None or not _runs_at_one_size(inputs, trace_at):
+        if error.__cause__ is None or inputs.batch is None or inputs.sizes.others or not _runs_at_one_size(inputs, trace_at):
             raise
         what = f"the batch size of the example, {inputs.batch}, is written into forward"
         because = f"with that size forward runs; with another one this line fails: {error.because}"

@@ -216,7 +216,7 @@ class Arguments:
         if isinstance(arg, torch.Tensor):
             return self._plain(arg)
         if isinstance(arg, BatchNumber):
-            self.key.append((arg.a, arg.b))
+            self.key.append(arg.values)
             return arg.node
         if isinstance(arg, (tuple, list)):
             self.key.append((kind, len(arg)))

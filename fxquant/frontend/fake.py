@@ -1,4 +1,4 @@
-"""Evaluate operators on traced tensors at two batch sizes: on tensors without data, or on constants, once for equal arguments."""
+"""Evaluate operators at the points that stand for all sizes: on tensors without data, or on constants, once for equal arguments."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fxquant.errors import FxQuantError
 from fxquant.frontend.arguments import Arguments
 from fxquant.frontend.environment import calls_from
-from fxquant.frontend.values import UNKNOWN, BatchNumber, Number, TracedTensor, Value, refuse
-from fxquant.ir.graph import own
+from fxquant.frontend.values import UNKNOWN, BatchNumber, Number, TracedTensor, Value, refuse, varying
+from fxquant.ir.graph import POINTS, own
 
 
 @dataclass(slots=True, eq=False)
@@ -49,28 +49,33 @@ class Sequenced:
 
 
 class Evaluator:
-    """Runs operators on fake tensors at two batch sizes.
+    """Runs operators on fake tensors at the three points of sizes (`ir.graph`).
 
-    `static` says that both batch sizes are the same, so that one run is enough.
+    points  for each point, the first point of the same sizes: (0, 0, 0) where none varies, (0, 1, 1) where only the batch does
     """
 
-    def __init__(self, static: bool) -> None:
-        self.static = static
+    def __init__(self, points: tuple[int, ...]) -> None:
+        self.points = points
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache: dict[tuple[Any, ...], Outcome] = {}
         self._interned: dict[tuple[Any, ...], Value] = {}
 
-    def intern(self, a: torch.Tensor, b: torch.Tensor) -> Value:
-        """Return a fake `Value` of two tensors like `a` and `b` (shape, stride, dtype, device); equal arguments give the same object."""
-        key = (a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride())
+    def intern(self, *seen: torch.Tensor) -> Value:
+        """Return a fake `Value` of tensors like these (shape, stride, dtype, device); equal arguments give the same object.
+
+        One tensor stands for all points.
+        """
+        tensors = seen if len(seen) > 1 else (seen[0],) * len(POINTS)
+        first = tensors[0]
+        key = (first.dtype, first.device, *((tensor.shape, tensor.stride()) for tensor in tensors))
         value = self._interned.get(key)
         if value is None:
-            value = self._interned[key] = Value(self._fake(a), self._fake(b))
+            value = self._interned[key] = Value(tuple(map(self._fake, tensors)))
         return value
 
     def known(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor whose content is known while tracing."""
-        return Value(tensor, tensor, self.intern(tensor, tensor))
+        return Value((tensor,) * len(POINTS), self.intern(tensor))
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.mode:
@@ -79,15 +84,14 @@ class Evaluator:
     def run(
         self, function: Callable[..., Any], args: Any, kwargs: Any, content: Content | int | None, substitutes: dict[int, Value]
     ) -> Outcome:
-        """Run a function at both batch sizes, on fake tensors or, with `content`, on filled tensors; return the merged outcome.
+        """Run a function at every point, on fake tensors or, with `content`, on filled tensors; return the merged outcome.
 
         `content` is None if the content of the arguments must not be read; else a function that replaces tensors of unknown content, or a
         sample that fills them: 0, 1, or the seed of random numbers. `substitutes` are the values of plain tensors, by identity.
         """
-        first = _Side("a", content, substitutes)
-        a = self._run_side(function, args, kwargs, first)
-        b = a if self.static else self._run_side(function, args, kwargs, _Side("b", content, substitutes))
-        return Outcome(self._merge(a, b), *_alias(a, first.traced))
+        sides = {point: _Side(point, content, substitutes) for point in dict.fromkeys(self.points)}
+        results = {point: self._run_side(function, args, kwargs, side) for point, side in sides.items()}
+        return Outcome(self._merge(*(results[point] for point in self.points)), *_alias(results[0], sides[0].traced))
 
     def run_on_content(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
         """Return the outcome, as `run` does, of a function whose result shapes depend on content that is known while tracing.
@@ -116,28 +120,31 @@ class Evaluator:
             with self.mode:
                 return function(*args, **kwargs)
 
-    def _merge(self, a: Any, b: Any) -> Any:
-        if isinstance(a, torch.Tensor):
-            if a.dim() != b.dim() or a.dtype != b.dtype:
-                because = f"an operator returned {a.dim()} dimensions of {a.dtype} at one batch size and {b.dim()} of {b.dtype} at another"
-                remedy = "avoid squeeze() without a dimension, and conditions on the batch size"
-                refuse("the rank or type of a tensor depends on the batch size", because=because, remedy=remedy)
-            abstract = self.intern(a, b)
-            return abstract if isinstance(a, FakeTensor) else Value(a, b, abstract)
-        if isinstance(a, (tuple, list)):
-            if len(a) != len(b):
-                because = f"an operator returned {len(a)} results at one batch size and {len(b)} at another"
-                remedy = "keep the batch dimension inside the tensors; do not split along it"
-                refuse("the number of results depends on the batch size", because=because, remedy=remedy)
-            return Sequenced(type(a), [self._merge(x, y) for x, y in zip(a, b, strict=True)])
-        if isinstance(a, dict):
-            return Sequenced(type(a), [self._merge(a[key], b[key]) for key in a], list(a))
-        if isinstance(a, bool):
-            if a is not b:
-                refuse_batch_condition()
-        elif isinstance(a, (int, float)) and a != b and not (a != a and b != b):
-            return Number(a, b)
-        return a
+    def _merge(self, *seen: Any) -> Any:
+        first = seen[0]
+        if isinstance(first, torch.Tensor):
+            kinds = [(each.dim(), each.dtype) for each in seen]
+            if len(set(kinds)) > 1:
+                because = f"an operator returned tensors of different dimensions or types at different sizes: {', '.join(map(str, kinds))}"
+                remedy = f"avoid squeeze() without a dimension, and conditions on {varying(kinds)}"
+                refuse(f"the rank or type of a tensor depends on {varying(kinds)}", because=because, remedy=remedy)
+            abstract = self.intern(*seen)
+            return abstract if isinstance(first, FakeTensor) else Value(seen, abstract)
+        if isinstance(first, (tuple, list)):
+            counts = [len(each) for each in seen]
+            if len(set(counts)) > 1:
+                because = f"an operator returned {min(counts)} results at one size and {max(counts)} at another"
+                remedy = "keep the dimension inside the tensors; do not split along it"
+                refuse(f"the number of results depends on {varying(counts)}", because=because, remedy=remedy)
+            return Sequenced(type(first), [self._merge(*items) for items in zip(*seen, strict=True)])
+        if isinstance(first, dict):
+            return Sequenced(type(first), [self._merge(*(each[key] for each in seen)) for key in first], list(first))
+        if isinstance(first, bool):
+            if any(each is not first for each in seen):
+                refuse_condition(seen)
+        elif isinstance(first, (int, float)) and any(each != first and not (each != each and first != first) for each in seen):
+            return Number(seen)
+        return first
 
 
 # ---- the arguments at one batch size, and where a result lies in memory ----------------------------------------------
@@ -159,12 +166,12 @@ class _Filling:
 
 
 class _Side:
-    """The arguments of a call at one batch size."""
+    """The arguments of a call at one point."""
 
-    __slots__ = ("content", "name", "substitutes", "traced")
+    __slots__ = ("content", "point", "substitutes", "traced")
 
-    def __init__(self, name: str, content: Content | int | None, substitutes: dict[int, Value]) -> None:
-        self.name, self.substitutes = name, substitutes
+    def __init__(self, point: int, content: Content | int | None, substitutes: dict[int, Value]) -> None:
+        self.point, self.substitutes = point, substitutes
         # Fills tensors of unknown content: a function, or a sample number; None: content must not be read.
         self.content = _Filling(content) if isinstance(content, int) else content
         self.traced: list[torch.Tensor] = []  # the tensors that replace traced ones, in order
@@ -178,12 +185,12 @@ class _Side:
             self.traced.append(self._tensor(arg.value))
             return self.traced[-1]
         if isinstance(arg, BatchNumber):
-            return getattr(arg, self.name)
+            return arg.values[self.point]
         value = self.substitutes.get(id(arg))
         return arg if value is None else self._tensor(value)
 
     def _tensor(self, value: Value) -> torch.Tensor:
-        tensor: torch.Tensor = getattr(value if self.content is not None else value.abstract, self.name)
+        tensor = (value if self.content is not None else value.abstract).tensors[self.point]
         return tensor if self.content is None or value.real else self.content(tensor)
 
 
@@ -264,7 +271,7 @@ def known_result(function: Callable[..., Any], args: Any, kwargs: Any) -> Value 
     if kwargs or len(args) != 1 or not isinstance(args[0], TracedTensor) or not isinstance(module, _BatchNorm):
         return None
     abstract = args[0].value.abstract
-    return abstract if all(_is_normalized_by(module, side) for side in (abstract.a, abstract.b)) else None
+    return abstract if all(_is_normalized_by(module, side) for side in abstract.tensors) else None
 
 
 def _is_normalized_by(module: _BatchNorm, input: torch.Tensor) -> bool:
@@ -309,8 +316,8 @@ def refuse_data(name: str) -> NoReturn:
     )
 
 
-def refuse_batch_condition() -> NoReturn:
-    """Raise the error of a branch that would go both ways."""
-    because = "a condition is true at some batch sizes and false at others, and a graph has no branches"
-    remedy = "make the condition independent of the batch, or trace with options=fxq.Options(dynamic_shapes={}) to fix the batch size"
-    refuse("control flow depends on the batch size", because=because, remedy=remedy)
+def refuse_condition(values: Sequence[bool]) -> NoReturn:
+    """Raise the error of a branch that would go both ways, by these values of its condition at the points."""
+    because = "a condition is true at some sizes and false at others, and a graph has no branches"
+    remedy = f"make the condition independent of {varying(values)}, or fix sizes with options=fxq.Options(dynamic_shapes={{}})"
+    refuse(f"control flow depends on {varying(values)}", because=because, remedy=remedy)

@@ -273,7 +273,7 @@ def _reads_no_values(handler: Any, cls: Any, arguments: tuple[Any, ...], operand
         return False
     try:
         with handler.pausing(), handler.evaluator.mode, torch.enable_grad():
-            fake = torch.empty_like(operands[0].value.abstract.a).requires_grad_().clone()
+            fake = torch.empty_like(operands[0].value.abstract.tensors[0]).requires_grad_().clone()
             outputs = cls.apply(*(tree_map(lambda arg: fake if isinstance(arg, Slot) else arg, arg) for arg in arguments))
             results = [each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor) and each.grad_fn is not None]
         contexts: list[Any] = [each.grad_fn for each in results]

@@ -15,10 +15,22 @@ from fxquant.errors import ConfigurationError, TraceError
 from fxquant.frontend.arguments import ATOMS, Arguments, Memory, is_tracked, share_memory, view_step
 from fxquant.frontend.entry import refuse_scripted, uncompiled
 from fxquant.frontend.environment import Snapshot, source_of_error, user_source
-from fxquant.frontend.fake import READS_CONTENT, Evaluator, Sequenced, evaluate, refuse_batch_condition
+from fxquant.frontend.fake import READS_CONTENT, Evaluator, Sequenced, evaluate, refuse_condition
 from fxquant.frontend.gradients import Gradients, about_gradients, called_again, overwritten
 from fxquant.frontend.opaque import record
-from fxquant.frontend.values import UNKNOWN, BatchFloat, BatchInt, BatchNumber, Number, TracedTensor, Unknown, Value, numeric_fact, refuse
+from fxquant.frontend.values import (
+    UNKNOWN,
+    BatchFloat,
+    BatchInt,
+    BatchNumber,
+    Number,
+    TracedTensor,
+    Unknown,
+    Value,
+    numeric_fact,
+    refuse,
+    varying,
+)
 from fxquant.frontend.written_out import (
     Spelling,
     by_own_names,
@@ -32,14 +44,14 @@ from fxquant.frontend.written_out import (
 from fxquant.ir import carried, functional, graph
 from fxquant.ir.carried import of_layer
 from fxquant.ir.functional import stub_of
-from fxquant.ir.graph import LEAF, spell
+from fxquant.ir.graph import LEAF, POINTS, spell
 from fxquant.ir.integer import Reference
 from fxquant.numerics.rounding import GradientRule
 from fxquant.support import logger
 
 
 class Handler:
-    """Records one trace at one pair of batch sizes.
+    """Records one trace at three points of sizes.
 
     batches    the two batch sizes of this trace, and two others at which numbers are computed as well
     path       dotted path of the module whose forward is executing
@@ -112,62 +124,65 @@ class Handler:
 
     def rows(self, tensor: TracedTensor) -> Any:
         """Return the rows of a tensor that is iterated over."""
-        a, b = tensor.value.shapes
-        if not a:
+        shapes = tensor.value.shapes
+        if not shapes[0]:
             raise TypeError("iteration over a 0-d tensor")
-        if a[0] != b[0]:
-            because = "a graph has a fixed number of operations, and the number of rows depends on the batch size"
-            remedy = "write the loop with whole tensors, or fix the batch size by options=fxq.Options(dynamic_shapes={})"
-            refuse("the model iterates over the batch", because=because, remedy=remedy)
+        counts = [shape[0] for shape in shapes]
+        if len(set(counts)) > 1:
+            because = f"a graph has a fixed number of operations, and the number of rows depends on {varying(counts)}"
+            remedy = "write the loop with whole tensors, or fix sizes by options=fxq.Options(dynamic_shapes={})"
+            refuse("the model iterates over rows whose number varies", because=because, remedy=remedy)
         return self.record("call_method", "unbind", torch.Tensor.unbind, (tensor, 0), {})
 
     def sizes(self, tensor: TracedTensor) -> tuple[Any, ...]:
-        """Return the shape, with batch numbers for the sizes that depend on the batch."""
+        """Return the shape, with batch numbers for the sizes that vary."""
         self.memory.refresh(tensor)
-        shape_a, shape_b = tensor.value.shapes
-        if shape_a == shape_b:
-            return tuple(shape_a)
+        shapes = tensor.value.shapes
+        if shapes.count(shapes[0]) == len(shapes):
+            return tuple(shapes[0])
         node = tensor.node
         sizes = self._sizes.get(node)
         if sizes is None:
-            pairs = enumerate(zip(shape_a, shape_b, strict=True))
-            sizes = self._sizes[node] = tuple(a if a == b else self._size(node, dim, a, b) for dim, (a, b) in pairs)
+            columns = enumerate(zip(*shapes, strict=True))
+            sizes = self._sizes[node] = tuple(seen[0] if len(set(seen)) == 1 else self._size(node, dim, seen) for dim, seen in columns)
         return sizes
 
-    def _size(self, node: fx.Node, dim: int, a: int, b: int) -> Any:
+    def _size(self, node: fx.Node, dim: int, seen: tuple[int, ...]) -> Any:
         size = self.graph.create_node("call_method", "size", (node, dim))
-        self._describe(size, numeric_fact(a, b))
-        return BatchInt(self._foreseen(a, b), size)
+        self._describe(size, numeric_fact(seen))
+        return BatchInt(self._foreseen(seen), size)
 
     def arithmetic(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Compute a function of numbers at all batch sizes; return a plain number if the results agree, else a recorded batch number."""
+        """Compute a function of numbers at all sizes; return a plain number if the results agree, else a recorded batch number."""
         values = self._everywhere(function, args)
         if all(value == values[0] or value != value for value in values):
             return values[0]
         nodes = tuple(arg.node if isinstance(arg, BatchNumber) else arg for arg in args)
         node = self.graph.create_node("call_function", function, nodes)
-        self._describe(node, numeric_fact(*values[:2]) if values[0] != values[1] else None)
+        seen = values[: len(POINTS)]
+        self._describe(node, numeric_fact(seen) if len(set(seen)) > 1 else None)
         return BatchInt(values, node) if all(isinstance(value, int) for value in values) else BatchFloat(values, node)
 
     def decide(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        """Compare numbers that depend on the batch; the result must be the same at all batch sizes."""
-        first, *others = self._everywhere(function, args)
-        if any(other != first for other in others):
-            refuse_batch_condition()
+        """Compare numbers that depend on sizes that vary; the result must be the same at all sizes."""
+        values = self._everywhere(function, args)
+        if any(other != values[0] for other in values):
+            refuse_condition(values if len(set(values[: len(POINTS)])) > 1 else values[1:])
         if self.locate and not any(isinstance(arg, BatchNumber) for arg in args[1:]):
-            self.note(f"a comparison of a size that depends on the batch was resolved as {first}")
-        return bool(first)
+            self.note(f"a comparison of a size that depends on the batch was resolved as {values[0]}")
+        return bool(values[0])
 
     def _everywhere(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(
-            function(*(arg.values[index] if isinstance(arg, BatchNumber) else arg for arg in args)) for index in range(len(self.batches))
+            function(*(arg.values[index] if isinstance(arg, BatchNumber) else arg for arg in args)) for index in range(len(POINTS) + 2)
         )
 
-    def _foreseen(self, a: Any, b: Any) -> tuple[Any, ...]:
-        """Return a size at each of `batches`, extrapolated linearly from its first two values; comparing two traces proves it."""
+    def _foreseen(self, seen: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return a number at the points and the last two of `batches`, extrapolated linearly; comparing two traces proves it."""
+        a, b, *_ = seen
         first, second, *others = self.batches
         rise, run = b - a, second - first
-        return (a, b, *(a + (rise * (other - first) // run if isinstance(a, int) else rise * (other - first) / run) for other in others))
+        return (*seen, *(a + (rise * (other - first) // run if isinstance(a, int) else rise * (other - first) / run) for other in others))
 
     # ---- recording -------------------------------------------------------------------------------------------------
 
@@ -253,8 +268,8 @@ class Handler:
             names = template.keys if template.keys is not None else range(len(template.items))
             return template.rebuild([self._item(node, name, item) for name, item in zip(names, template.items, strict=True)])
         if isinstance(template, Number):
-            kind = BatchInt if isinstance(template.a, int) else BatchFloat
-            return kind(self._foreseen(template.a, template.b), node)
+            kind = BatchInt if isinstance(template.values[0], int) else BatchFloat
+            return kind(self._foreseen(template.values), node)
         return Unknown(node) if template is UNKNOWN else template
 
     def unknown_item(self, unknown: Unknown, index: Any) -> Unknown:
@@ -292,7 +307,7 @@ class Handler:
             return tensor.shape
         if name == "requires_grad":
             return self.gradients.required(self, tensor.node)
-        return None if name in ("grad", "grad_fn") else getattr(tensor.value.a, name)
+        return None if name in ("grad", "grad_fn") else getattr(tensor.value.tensors[0], name)
 
     def _set_property(self, func: Any, args: Any) -> None:
         name = func.__self__.__name__
@@ -325,7 +340,7 @@ class Handler:
         if name is None:
             name, value = self._constant(tensor), self.evaluator.known(tensor.detach().clone())
         else:
-            value = self.evaluator.intern(tensor, tensor) if isinstance(tensor, nn.Parameter) else self.evaluator.known(tensor)
+            value = self.evaluator.intern(tensor) if isinstance(tensor, nn.Parameter) else self.evaluator.known(tensor)
         node = self.graph.create_node("get_attr", name)
         self._describe(node, value.fact)
         self._attributes[id(tensor)] = (node, value, tensor._version, tensor)  # the tensor is kept, so that its id stays taken
@@ -374,7 +389,7 @@ def _fact(template: Any) -> Any:
         return dict(zip(template.keys, facts_of_items, strict=True)) if template.keys is not None else tuple(facts_of_items)
     if template is UNKNOWN:
         return None
-    return numeric_fact(template.a, template.b) if isinstance(template, Number) else template
+    return numeric_fact(template.values) if isinstance(template, Number) else template
 
 
 def _plain(template: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ from fxquant.frontend.entry import BatchLimits, noted_limits
 from fxquant.frontend.handler import new_graph
 from fxquant.ir import graph
 from fxquant.ir.graph import BatchDim, TensorFact, unusual_kind
-from fxquant.support import logger
+from fxquant.ir.integer import notes
 
 # ---- how a model is called: like the float model it was made from ----------------------------------------------------
 #
@@ -214,38 +214,86 @@ def _names(form: Form) -> Iterator[str]:
         raise ValueError(kind)
 
 
-# ---- Which dimension of each example input is the batch: what `dynamic_shapes` says, in the forms that `torch.export` takes ----
+# ---- Which sizes of the example inputs vary: what `dynamic_shapes` says, in the forms that `torch.export` takes -------
+#
+# One size can be the batch, which is dimension 0 where it is declared there. What depends on it grows with it. Any other size is only
+# known at the example's size and at the largest size, and must lie between what its Dim declares.
 _HINT = type(Dim.AUTO)
-_FORMS = "a tuple by argument, or a dict by name: options=fxq.Options(dynamic_shapes=({1: torch.export.Dim('batch')},))"
+_FORMS = "a tuple by argument, or a dict by name: options=fxq.Options(dynamic_shapes=({0: 'batch', 2: torch.export.Dim('height')},))"
+BATCH = "batch"
+# The largest size, where none is declared: sums along it are proved to fit up to there.
+TIMES_THE_EXAMPLE, LEAST_LARGEST = 8, 1024
 
 
 @dataclass(frozen=True)
-class _Varying:
-    """A dimension that is said to vary."""
+class VaryingSize:
+    """A size that varies, with the bounds and the step of its values."""
 
-    path: str
-    dim: int
-    name: str | None  # of the `Dim`; None for Dim.AUTO and Dim.DYNAMIC, which have no name
-    size: int
+    name: str
+    example: int
+    smallest: int = 1
+    largest: int = 0
+    step: int = 1  # sizes are multiples of it
+    asked: bool = True  # whether the user asked for it by name, so that it is refused, and not fixed, where it cannot vary
+    dims: tuple[tuple[int, int], ...] = ()  # leaf and dimension of each occurrence
+
+    def stepped(self, step: int) -> VaryingSize:
+        """Return the size in steps."""
+        return replace(self, step=step, smallest=-(-self.smallest // step) * step, largest=self.largest // step * step)
+
+    @property
+    def reference(self) -> int:
+        """The size at the first two points: the example's, or the next smaller one where the example has the largest."""
+        return self.example if self.example < self.largest else self.another
+
+    @property
+    def another(self) -> int:
+        """A size that is neither the example's nor the largest: an odd number of steps, a quarter smaller, or somewhat larger."""
+        steps = self.example // self.step
+        fewer = steps - max(1, steps // 4)
+        fewer -= fewer % 2 == 0 and fewer > 1
+        return fewer * self.step if fewer * self.step >= max(self.smallest, 2) else (steps + 3) * self.step
 
 
-def batch_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> tuple[int | None, ...]:
-    """Return the batch dimension of each leaf of the flattened arguments; None for an input whose sizes are all fixed.
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of the flattened arguments that vary."""
 
-    With `dynamic_shapes=None` it is dimension 0 of every tensor whose size there is that of the first tensor. Otherwise it is
-    the one dimension that `dynamic_shapes` marks: by a Dim, a name, Dim.AUTO or Dim.DYNAMIC; other dimensions are fixed.
+    batch: tuple[int | None, ...]  # of each leaf, the dimension that is the batch; None if it has none
+    others: tuple[VaryingSize, ...] = ()
 
-    Raises ConfigurationError for `dynamic_shapes` of another form, and if more than one size would vary.
+    def at(self, leaf: int, shape: Sequence[int], batch: int | None, others: Mapping[str, int]) -> list[int]:
+        """Return the shape of a leaf with another batch size, and with these other sizes by name."""
+        sizes = list(shape)
+        if batch is not None and self.batch[leaf] is not None:
+            sizes[self.batch[leaf]] = batch
+        for other in self.others:
+            for at, dim in other.dims:
+                if at == leaf and other.name in others:
+                    sizes[dim] = others[other.name]
+        return sizes
+
+
+def sizes_that_vary(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Sizes:
+    """Return which sizes of the flattened arguments vary.
+
+    With `dynamic_shapes=None` it is the batch alone: dimension 0 of every tensor whose size there is that of the first tensor. Otherwise
+    it is each dimension that `dynamic_shapes` marks by a Dim, a name, Dim.AUTO or Dim.DYNAMIC; other dimensions are fixed.
+
+    Raises ConfigurationError for `dynamic_shapes` of another form.
     """
     leaves = pytree.tree_leaves((list(args), dict(kwargs)))
-    if dynamic_shapes is None or dynamic_shapes is True:
+    if dynamic_shapes is None:
         first = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
-        return tuple(0 if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == first else None for leaf in leaves)
+        return Sizes(tuple(0 if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == first else None for leaf in leaves))
     if dynamic_shapes is False or (isinstance(dynamic_shapes, dict) and not dynamic_shapes):
-        return (None,) * len(leaves)
+        return Sizes((None,) * len(leaves))
     if isinstance(dynamic_shapes, torch.export.ShapesCollection | torch.export.AdditionalInputs):
         dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, dict(kwargs))  # type: ignore[no-untyped-call]
     named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    if dynamic_shapes is True:  # every size
+        leaf_marks = [[(dim, Dim.AUTO) for dim in range(leaf.dim())] if isinstance(leaf, Tensor) else [] for leaf in leaves]
+        return _sizes(leaves, leaf_marks)
     if isinstance(dynamic_shapes, tuple | list) and len(dynamic_shapes) == len(named):
         dynamic_shapes = dict(zip(named, dynamic_shapes, strict=True))
     if not isinstance(dynamic_shapes, Mapping):
@@ -254,23 +302,47 @@ def batch_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     unknown = [str(name) for name in dynamic_shapes if name not in named]
     if unknown:
         _refuse(f"it has an entry for {', '.join(unknown)}, and forward is called with {', '.join(named)}")
-    leaf_marks = [mark for name, value in named.items() for mark in _marks(name, value, dynamic_shapes.get(name))]
-    marks = [mark for mark in leaf_marks if mark is not None]
-    names = {mark.name for mark in marks if mark.name is not None}
-    if len(names) > 1:
-        _refuse_several(sorted(names))
-    if len({mark.size for mark in marks}) > 1:
-        sizes = ", ".join(f"{mark.size} in dimension {mark.dim} of {mark.path}" for mark in marks)
-        _refuse(f"the dimensions that it marks differ in size in the example: {sizes}")
-    return tuple(None if mark is None else mark.dim for mark in leaf_marks)
+    return _sizes(leaves, [marks for name, value in named.items() for marks in _marks(name, value, dynamic_shapes.get(name))])
 
 
-def _marks(path: str, value: Any, declared: Any) -> list[_Varying | None]:
-    """Return the mark of each leaf of an argument: its batch dimension, or None."""
+def _sizes(leaves: list[Any], marks: list[list[tuple[int, Any]]]) -> Sizes:
+    """Return the sizes that entries by leaf and dimension mark: those of one name, or unnamed ones of one dimension and size, are one."""
+    grouped: dict[Any, list[tuple[int, int, Any]]] = {}
+    for leaf, entries in enumerate(marks):
+        for dim, entry in entries:
+            name = entry if isinstance(entry, str) else entry.__name__ if type(entry) is Dim else None
+            grouped.setdefault(name or (dim, leaves[leaf].shape[dim]), []).append((leaf, dim, entry))
+    batch: tuple[int | None, ...] = (None,) * len(leaves)
+    others, found = [], False
+    for key, places in grouped.items():
+        seen = {int(leaves[leaf].shape[dim]): dim for leaf, dim, _ in places}
+        if len(seen) > 1:
+            listed = ", ".join(f"{size} in dimension {dim}" for size, dim in seen.items())
+            _refuse(f"the dimensions that it marks as {key!r} differ in size in the example: {listed}")
+        if not found and (key == BATCH or any(dim == 0 for _, dim, _ in places)):
+            found, dims = True, {leaf: dim for leaf, dim, _ in places}
+            batch = tuple(map(dims.get, range(len(leaves))))
+            continue
+        size = next(iter(seen))
+        declared = [entry for _, _, entry in places if isinstance(entry, Dim | _HINT)]
+        smallest = max([1, *(entry.min or 0 for entry in declared)])
+        largest = min([entry.max for entry in declared if isinstance(entry.max, int)], default=max(TIMES_THE_EXAMPLE * size, LEAST_LARGEST))
+        if not smallest <= size <= largest:
+            _refuse(f"the example has size {size} where {key!r} goes from {smallest} to {largest}")
+        unnamed = f"size_{key[0]}" if isinstance(key, tuple) else ""
+        taken = any(other.name == unnamed for other in others)
+        name = key if isinstance(key, str) else f"{unnamed}_{size}" if taken else unnamed
+        asked = isinstance(key, str) or any(isinstance(entry, _HINT) and entry.type.name == "DYNAMIC" for entry in declared)
+        others.append(VaryingSize(name, size, smallest, largest, asked=asked, dims=tuple((leaf, dim) for leaf, dim, _ in places)))
+    return Sizes(batch, tuple(others))
+
+
+def _marks(path: str, value: Any, declared: Any) -> list[list[tuple[int, Any]]]:
+    """Return the dimensions of each leaf of an argument that vary, each with its entry of `dynamic_shapes`."""
     if isinstance(value, Tensor):
         return [_of_tensor(path, value, declared)]
     if declared is None or (isinstance(declared, Mapping | tuple | list) and not declared):
-        return [None] * len(pytree.tree_leaves(value))
+        return [[] for _ in pytree.tree_leaves(value)]
     children, _ = pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
     if len(children) == 1 and children[0] is value:
         _refuse(f"it has an entry for {path}, which is a {type(value).__name__} and has no dimensions")
@@ -282,43 +354,29 @@ def _marks(path: str, value: Any, declared: Any) -> list[_Varying | None]:
     return [mark for key, child in zip(keys, children, strict=True) for mark in _marks(f"{path}[{key!r}]", child, declared.get(key))]
 
 
-def _of_tensor(path: str, tensor: Tensor, declared: Any) -> _Varying | None:
+def _of_tensor(path: str, tensor: Tensor, declared: Any) -> list[tuple[int, Any]]:
     if isinstance(declared, tuple | list) and len(declared) == tensor.dim():
         declared = dict(enumerate(declared))
     if declared is not None and not isinstance(declared, Mapping):
         _refuse(f"its entry for {path}, a tensor of {tensor.dim()} dimensions, is {declared!r}")
-    varying: list[_Varying] = []
-    for dim, entry in (declared or {}).items():
+    for dim in declared or {}:
         if type(dim) is not int or not 0 <= dim < tensor.dim():
             _refuse(f"{path} has no dimension {dim!r}, but {tensor.dim()} dimensions, counted from 0")
-        size = int(tensor.shape[dim])
-        varies, name = _varies(path, dim, size, entry)
-        if varies:
-            varying.append(_Varying(path, dim, name, size))
-    if len(varying) > 1:
-        _refuse_several([f"dimension {each.dim} of {path}" for each in varying])
-    return varying[0] if varying else None
+    return [(dim, entry) for dim, entry in (declared or {}).items() if _varies(path, dim, int(tensor.shape[dim]), entry)]
 
 
-def _varies(path: str, dim: int, size: int, entry: Any) -> tuple[bool, str | None]:
-    """Return whether an entry of `dynamic_shapes` marks its dimension as varying, and the entry's name for it or None."""
+def _varies(path: str, dim: int, size: int, entry: Any) -> bool:
+    """Return whether an entry of `dynamic_shapes` marks its dimension as varying."""
     if entry is None or (isinstance(entry, _HINT) and entry.type.name == "STATIC") or (type(entry) is int and entry == size):
-        return False, None
-    if isinstance(entry, str):
-        return True, entry
-    if type(entry) is Dim or isinstance(entry, _HINT):
-        if (entry.min or 0) > 2 or isinstance(entry.max, int):  # torch.export gives its own names 0 and infinity
-            logger.info("dynamic_shapes: the bounds of %s are ignored; the model takes every batch size that its operators allow", entry)
-        return True, entry.__name__ if isinstance(entry, Dim) else None
+        return False
+    if isinstance(entry, str) or type(entry) is Dim or isinstance(entry, _HINT):
+        return True
     if isinstance(entry, Dim):
-        _refuse(f"dimension {dim} of {path} is {entry.__name__}, computed from another, and the batch has one size in all inputs")
+        remedy = "declare it as a Dim of its own; what the model computes keeps the two alike"
+        raise ConfigurationError(
+            f"dimension {dim} of {path} is {entry.__name__}", because="it is computed from another size", remedy=remedy
+        )
     _refuse(f"dimension {dim} of {path}, whose size is {size}, is said to be {entry!r}")
-
-
-def _refuse_several(which: list[str]) -> NoReturn:
-    because = "one size can vary, that of the batch, which all inputs that have it share"
-    remedy = "mark only the batch, with the same Dim in each input; a prepared model for each of the other sizes"
-    raise ConfigurationError(f"dynamic_shapes lets more than one size vary: {', '.join(which)}", because=because, remedy=remedy)
 
 
 def _refuse(because: str) -> NoReturn:
@@ -336,7 +394,7 @@ class ExampleInputs:
     leaves: tuple[Any, ...]  # the arguments, flattened
     names: tuple[str | None, ...]  # the placeholder's name for every leaf that is a tensor, else None
     spec: Any  # the pytree spec that rebuilds (args, kwargs) from leaves
-    axes: tuple[int | None, ...]  # the batch dimension of every leaf; None if its sizes are fixed
+    sizes: Sizes  # which sizes of the leaves vary
     signature: list[list[Any]]  # the call signature of forward
     renamed: dict[str, str]  # the user's names of inputs whose names generated code cannot use, by placeholder name
 
@@ -353,20 +411,30 @@ class ExampleInputs:
     @property
     def batch(self) -> int | None:
         """The batch size of the example; None if it is not to vary."""
-        return next((int(leaf.shape[axis]) for leaf, axis in zip(self.leaves, self.axes, strict=True) if axis is not None), None)
+        return next((int(leaf.shape[axis]) for leaf, axis in zip(self.leaves, self.sizes.batch, strict=True) if axis is not None), None)
+
+    def varying(self, *others: VaryingSize) -> ExampleInputs:
+        """Return these inputs with other sizes that vary besides the batch."""
+        return replace(self, sizes=Sizes(self.sizes.batch, others))
 
     def fixed(self) -> ExampleInputs:
         """Return these inputs with every size fixed."""
-        return replace(self, axes=(None,) * len(self.leaves))
+        return replace(self, sizes=Sizes((None,) * len(self.leaves)))
 
-    def with_batch(self, batch: int) -> dict[str, torch.Tensor]:
-        """Return the example tensors with their samples repeated or truncated to another batch size."""
+    def shapes(self, batch: int | None, others: Mapping[str, int]) -> dict[str, list[int]]:
+        """Return the shape of every tensor with another batch size, and with these other sizes by name."""
+        leaves = enumerate(zip(self.names, self.leaves, strict=True))
+        return {name: self.sizes.at(index, leaf.shape, batch, others) for index, (name, leaf) in leaves if name is not None}
 
-        def resized(tensor: torch.Tensor, axis: int) -> torch.Tensor:
-            return tensor.index_select(axis, torch.arange(batch, device=tensor.device) % max(tensor.shape[axis], 1))
-
-        entries = zip(self.names, self.leaves, self.axes, strict=True)
-        return {name: leaf if axis is None else resized(leaf, axis) for name, leaf, axis in entries if name is not None}
+    def resized(self, batch: int | None, others: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """Return the example tensors repeated or truncated to other sizes."""
+        tensors = self.tensors()
+        for name, shape in self.shapes(batch, others).items():
+            for dim, size in enumerate(shape):
+                if size != tensors[name].shape[dim]:
+                    places = torch.arange(size, device=tensors[name].device) % max(tensors[name].shape[dim], 1)
+                    tensors[name] = tensors[name].index_select(dim, places)
+        return tensors
 
 
 def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, compared: bool = True) -> ExampleInputs:
@@ -396,8 +464,8 @@ def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, comp
     graph = new_graph()
     legal = {name: graph.placeholder(name).name for name in written if name is not None}  # no keywords, no names of generated code
     names = [name if name is None or (hasattr(builtins, name) and name not in _BUILT_IN) else legal[name] for name in written]
-    axes = batch_dimensions(model, args, kwargs, dynamic_shapes)
-    tensors = [(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    sizes = sizes_that_vary(model, args, kwargs, dynamic_shapes)
+    tensors = [(leaf, axis) for leaf, axis in zip(leaves, sizes.batch, strict=True) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     batches = [leaf.shape[axis] for leaf, axis in tensors if axis is not None] or [leaf.shape[0] for leaf, _ in tensors[:1]]
     if 0 in batches:
         because = "the graph is compared with the model on them, and nothing would be compared"
@@ -405,7 +473,7 @@ def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, comp
         raise ConfigurationError("the example inputs hold an empty batch", because=because, remedy=remedy)
     signature = signature_of(model, args, kwargs, iter(names))
     renamed = {new: old for new, old in zip(names, written, strict=True) if new is not None and old is not None and new != old}
-    return ExampleInputs(leaves=tuple(leaves), names=tuple(names), spec=spec, axes=axes, signature=signature, renamed=renamed)
+    return ExampleInputs(leaves=tuple(leaves), names=tuple(names), spec=spec, sizes=sizes, signature=signature, renamed=renamed)
 
 
 def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -495,7 +563,8 @@ class Input:
 
     name: str
     dtype: torch.dtype | None
-    sizes: tuple[int | None, ...]  # the size of each dimension; None for the batch
+    sizes: tuple[int | None, ...]  # the size of each dimension; None for one that varies
+    others: dict[int, tuple[str, int, int, int]]  # of a dimension that varies and is not the batch: name, smallest, largest, step
     form: str | None  # shape and dtype as text; None if they are unknown
     optional: bool  # whether it may be absent
 
@@ -510,7 +579,7 @@ class InputCheck:
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check_number(args, kwargs)
-        first, batch = "", None
+        first: dict[str, tuple[str, int]] = {}  # of each size that varies, the input that has it, and the size
         for index, expected in enumerate(self.inputs):
             if expected.form is None or (index >= len(args) and expected.name not in kwargs):
                 continue
@@ -519,16 +588,26 @@ class InputCheck:
             for dim, (size, expected_size) in enumerate(zip(value.shape, expected.sizes, strict=True)):
                 if expected_size is not None:
                     if size != expected_size:
-                        fixed = "only B can vary" if None in expected.sizes else "every size of this input is fixed"
-                        self._refuse(expected, f"dimension {dim} has size {size}", f"{self._made_with(expected)}, and {fixed}")
-                elif batch is None:
-                    first, batch = expected.name, size
-                    beyond = self.batches.beyond(size)
-                    if size > 0 and beyond is not None:
-                        because = f"the model slices its batch at a fixed index, and its shapes are valid {beyond[1]}"
-                        self._refuse(expected, f"its batch is {size}", because)
-                elif batch != size:
-                    self._refuse(expected, f"its batch is {size}", f"input {first} has a batch of {batch}, and all inputs share one")
+                        because = f"{self._made_with(expected)}, and dimension {dim} is fixed"
+                        remedy = (
+                            "pass an input of that form, or let the size vary: prepare(…, dynamic_shapes=…), with a torch.export.Dim for "
+                            f"dimension {dim} of {expected.name}"
+                        )
+                        self._refuse(expected, f"dimension {dim} has size {size}", because, remedy)
+                    continue
+                name, smallest, largest, step = expected.others.get(dim, (BATCH, 0, size, 1))
+                where, known = first.setdefault(name, (expected.name, size))
+                if known != size:
+                    self._refuse(expected, f"its {name} is {size}", f"input {where} has a {name} of {known}, and all inputs share one")
+                if not smallest <= size <= largest or size % step:
+                    steps = f", in steps of {step}" if step > 1 else ""
+                    because = f"{name} goes from {smallest} to {largest}{steps}: these sizes were traced, and sums are proved to fit"
+                    remedy = f"resize it, or prepare the model with torch.export.Dim({name!r}, max=…) in dynamic_shapes"
+                    self._refuse(expected, f"dimension {dim} has size {size}", because, remedy)
+                beyond = self.batches.beyond(size) if name == BATCH else None
+                if size > 0 and beyond is not None:
+                    because = f"the model slices its batch at a fixed index, and its shapes are valid {beyond[1]}"
+                    self._refuse(expected, f"its batch is {size}", because)
 
     def _check_number(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = [expected.name for expected in self.inputs]
@@ -587,6 +666,15 @@ def input_check(module: fx.GraphModule) -> InputCheck:
 def _described(node: fx.Node) -> Input:
     fact, optional = graph.fact(node), bool(node.args)
     if not isinstance(fact, TensorFact):
-        return Input(str(node.target), None, (), None, optional)
+        return Input(str(node.target), None, (), {}, None, optional)
     sizes = tuple(None if isinstance(size, BatchDim) else size for size in fact.shape)
-    return Input(str(node.target), fact.dtype, sizes, str(fact), optional)
+    return Input(str(node.target), fact.dtype, sizes, graph.sizes_of_input(node), str(fact), optional)
+
+
+def note_sizes(node: fx.Node, leaf: int, sizes: Sizes) -> None:
+    """Note on an input the sizes that vary besides the batch."""
+    entries = [
+        [dim, other.name, other.smallest, other.largest, other.step] for other in sizes.others for at, dim in other.dims if at == leaf
+    ]
+    if entries:
+        notes(node)[graph.SIZES] = entries

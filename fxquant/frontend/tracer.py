@@ -1,4 +1,4 @@
-"""Trace a model once, at one pair of batch sizes, with the structure of its result; compare traces with each other and with the model."""
+"""Trace a model once, at the points that stand for all sizes, with the structure of its result; compare traces and models."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -16,7 +16,7 @@ from fxquant.frontend.entry import noted_limits
 from fxquant.frontend.environment import Snapshot, prepared_environment, raised_in, source_of_error, undisturbed
 from fxquant.frontend.fake import Evaluator
 from fxquant.frontend.handler import Handler, LeafRule, ModuleCalls
-from fxquant.frontend.inputs import ExampleInputs
+from fxquant.frontend.inputs import ExampleInputs, note_sizes
 from fxquant.frontend.state import NOTHING_MOVED, Draws, MovedState
 from fxquant.frontend.values import BatchNumber, Selected, TracedTensor, Unknown, refuse, tracing
 from fxquant.ir import graph
@@ -240,10 +240,14 @@ def record(
     """
     snapshot = Snapshot(model, training=training)
     batches = (*RETRACE_SIZES, *BATCH_SIZES) if again else (*BATCH_SIZES, *RETRACE_SIZES)
-    handler = Handler(snapshot, Evaluator(static=inputs.batch is None), batches, _run.__code__, locate=not again)
+    batch, others = int(inputs.batch is not None), bool(inputs.sizes.others)
+    handler = Handler(snapshot, Evaluator((0, batch, 2 if others else batch)), batches, _run.__code__, locate=not again)
     handler.gradients.modes, handler.random, numbers = modes, random, Draws(snapshot, _run.__code__)
-    axes = dict(zip(inputs.names, inputs.axes, strict=True))
-    traced = {name: _placeholder(handler, name, example, axes[name], inputs) for name, example in inputs.tensors().items()}
+    sizes = [{other.name: other.reference for other in inputs.sizes.others}] * 2
+    sizes.append({other.name: other.another if again else other.largest for other in inputs.sizes.others})
+    points = zip((*handler.batches[:2], handler.batches[1]), sizes, strict=True)
+    shapes = [inputs.shapes(batch, others) for batch, others in points]
+    traced = {name: _placeholder(handler, name, example, shapes, inputs) for name, example in inputs.tensors().items()}
     args, kwargs = inputs.arguments(traced)
     handler.call_module = ModuleCalls(handler, leaf, qconfigs)
     with tracing(handler):
@@ -291,16 +295,18 @@ def _returned(handler: Handler, tensor: torch.Tensor) -> fx.Node:
     return tensor.node
 
 
-def _placeholder(handler: Handler, name: str, example: torch.Tensor, axis: int | None, inputs: ExampleInputs) -> TracedTensor:
-    """Return an input at two batch sizes; where none of its dimensions is the batch, `axis` is None, and both have the example's shape."""
+def _placeholder(
+    handler: Handler, name: str, example: torch.Tensor, shapes: list[dict[str, list[int]]], inputs: ExampleInputs
+) -> TracedTensor:
+    """Return an input of these shapes by name, one at each point."""
     last = example.dim() == 4 and not example.is_contiguous() and example.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if last else torch.contiguous_format
-    shapes = ([batch if dim == axis else size for dim, size in enumerate(example.shape)] for batch in handler.batches[:2])
     with handler.evaluator.mode:
-        a, b = (torch.empty(shape, dtype=example.dtype, device=example.device, memory_format=layout) for shape in shapes)
-    value = handler.evaluator.intern(a, b)
+        seen = [torch.empty(each[name], dtype=example.dtype, device=example.device, memory_format=layout) for each in shapes]
+    value = handler.evaluator.intern(*seen)
     node = handler.graph.placeholder(name)
     graph.describe(node, value.fact, "", "")
+    note_sizes(node, inputs.names.index(name), inputs.sizes)
     if name in inputs.renamed:
         graph.set_argument_name(node, inputs.renamed[name])
     return TracedTensor(node, value)
@@ -352,7 +358,10 @@ def _difference(mine: Any, theirs: Any, counterpart: dict[fx.Node, fx.Node]) -> 
 
 
 def _compare_facts(node: fx.Node, other: fx.Node) -> None:
-    """Check that a size of the first trace, a formula of the batch size, gives that of the second trace at its batch sizes."""
+    """Check that a size of the first trace, a formula of the batch size, gives that of the second trace at its batch sizes.
+
+    Other sizes may differ between the traces: one of these is the largest here, and any other there.
+    """
     mine, theirs = graph.fact(node), graph.fact(other)
     if mine is theirs or not isinstance(mine, (TensorFact, BatchDim)):
         return
@@ -375,12 +384,12 @@ def _refuse(node: fx.Node, because: str) -> NoReturn:
 
 
 def compare_with_model(model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs) -> None:
-    """Raise a TraceError if the graph and the model do not give the same bits on the example inputs, at two batch sizes."""
+    """Raise a TraceError if the graph and the model do not give the same bits on the example inputs, also at other sizes."""
     _compare_at(model, traced, inputs, inputs.tensors(), required=True)
-    if inputs.batch is not None:
-        other = noted_limits(traced.graph).another(inputs.batch)
-        if other is not None:
-            _compare_at(model, traced, inputs, inputs.with_batch(other), required=False)
+    batch = None if inputs.batch is None else noted_limits(traced.graph).another(inputs.batch)
+    others = {other.name: other.another for other in inputs.sizes.others}
+    if batch is not None or others:
+        _compare_at(model, traced, inputs, inputs.resized(batch, others), required=False)
 
 
 def _compare_at(

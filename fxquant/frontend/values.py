@@ -1,8 +1,8 @@
-"""The stand-ins that a traced model sees for its tensors and for numbers that depend on the batch size.
+"""The stand-ins that a traced model sees for its tensors and for numbers that depend on a size that varies.
 
 A traced tensor is a `torch.Tensor`, so that every library accepts it. It is also an `fx.Proxy`, so that libraries which ask whether they
-are being traced get the right answer. It holds the node that computes it and its `Value`, its facts at two batch sizes. A batch number is
-an `int` or `float` that knows both of its values and its node.
+are being traced get the right answer. It holds the node that computes it and its `Value`, its facts at the three points that stand for all
+sizes (`ir.graph`). A batch number is an `int` or `float` that knows its values there and its node.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -25,28 +25,27 @@ from fxquant.ir.graph import BatchDim, TensorFact
 
 
 class Value:
-    """A tensor at the two batch sizes: fake tensors, or real ones where its content is known while tracing.
+    """A tensor at the three points: fake tensors, or real ones where its content is known while tracing.
 
     Values of fake tensors are interned, so two of them describe the same shapes exactly if they are the same object.
     """
 
-    __slots__ = ("a", "abstract", "b", "device", "dtype", "fact", "real", "shapes", "strides")
+    __slots__ = ("abstract", "device", "dtype", "fact", "real", "shapes", "strides", "tensors")
 
-    def __init__(self, a: torch.Tensor, b: torch.Tensor, abstract: Value | None = None) -> None:
-        self.a, self.b = a, b
-        self.shapes = (a.shape, b.shape)
-        self.strides, self.dtype, self.device = a.stride(), a.dtype, a.device
+    def __init__(self, tensors: tuple[torch.Tensor, ...], abstract: Value | None = None) -> None:
+        self.tensors, first = tensors, tensors[0]
+        self.shapes = tuple(tensor.shape for tensor in tensors)
+        self.strides, self.dtype, self.device = first.stride(), first.dtype, first.device
         self.real = abstract is not None
         self.abstract = abstract or self
-        self.fact: TensorFact = abstract.fact if abstract else TensorFact.between(a, b)
+        self.fact: TensorFact = abstract.fact if abstract else TensorFact.between(*tensors)
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number that differs between the two batch sizes."""
+    """A number that differs between the points."""
 
-    a: int | float
-    b: int | float
+    values: tuple[int | float, ...]
 
 
 @dataclass(frozen=True)
@@ -230,17 +229,14 @@ for _function in ON_TENSORS:
 
 # ---- numbers that depend on the batch size -------------------------------------------------------------------------
 class BatchNumber:
-    """The base class of `BatchInt` and `BatchFloat`: numbers that depend on the batch size, whose arithmetic is recorded."""
+    """The base class of `BatchInt` and `BatchFloat`: numbers that depend on a size that varies, whose arithmetic is recorded."""
 
-    values: tuple[Any, ...]  # the number at the two batch sizes of the trace, a and b, and at two others
-    a: Any
-    b: Any
+    values: tuple[Any, ...]  # the number at the three points of the trace, and at two other batch sizes
     node: fx.Node
 
     def __new__(cls, values: tuple[Any, ...], node: fx.Node) -> Any:
         number = super().__new__(cls, values[0])  # type: ignore[call-arg]
         number.values, number.node = values, node
-        number.a, number.b, *_ = values
         return number
 
     # A cache keyed by a batch number must always miss: entries of other traces, or of eager calls, would be wrong here.
@@ -270,13 +266,13 @@ class BatchNumber:
 
 
 class BatchInt(BatchNumber, int):  # type: ignore[misc]
-    """An integer that depends on the batch size."""
+    """An integer that depends on a size that varies."""
 
     __hash__ = BatchNumber.__hash__
 
 
 class BatchFloat(BatchNumber, float):  # type: ignore[misc]
-    """A float that depends on the batch size."""
+    """A float that depends on a size that varies."""
 
     __hash__ = BatchNumber.__hash__
 
@@ -294,9 +290,16 @@ for _function in COMPARISONS:
     setattr(BatchNumber, f"__{python_name(_function)}__", _recorded(_function, "decide"))
 
 
-def numeric_fact(a: float, b: float) -> int | float | BatchDim | None:
-    """Return the fact of a number: itself if it is fixed, a `BatchDim` if it is an integer that is not; None if unknown."""
-    return a if a == b else BatchDim.between(a, b) if isinstance(a, int) and isinstance(b, int) else None
+def numeric_fact(values: Sequence[Any]) -> int | float | BatchDim | None:
+    """Return the fact of a number with these values at the points: itself if it is fixed, a `BatchDim` if it is an integer, else None."""
+    if all(value == values[0] for value in values):
+        return values[0]  # type: ignore[no-any-return]
+    return BatchDim.between(*values) if all(isinstance(value, int) for value in values) else None
+
+
+def varying(values: Sequence[Any]) -> str:
+    """Return what a number or shape with these values at the points depends on, in words."""
+    return "the batch size" if values[0] != values[1] else "a size that varies"
 
 
 def refuse(what: str, because: str, remedy: str, at: Any = None) -> NoReturn:

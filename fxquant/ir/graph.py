@@ -19,33 +19,40 @@ import torch
 from torch import fx, nn
 from torch.fx.graph import CodeGen, PythonCode
 
-from fxquant.ir.integer import Constant, Operation, QParams, Reads, Reference, marks, reads, writes  # noqa: F401  a pickled model names them here
+from fxquant.ir.integer import Constant, Operation, QParams, Reads, Reference, marks, noted, reads, writes  # noqa: F401  a pickled model names them here
 
-# ---- Facts of a tensor before it is computed: its shape for every batch size, and its dtype --------------------------
+# ---- Facts of a tensor before it is computed: its shape for every size that varies, and its dtype ---------------------
+#
+# Three points stand for all sizes of the inputs. At the first two points the batch differs, and the other sizes are the example's: what
+# differs there grows with the batch. At the third point every other size is the largest that it may be: what differs there depends on
+# these sizes, and sums along it have at most so many terms. Symbolic shapes of PyTorch would tell more, and take six times as long per
+# operator.
 
 
-# Two batch sizes stand for "any": a dimension that differs between them depends on the batch.
 # Both are even, so that `batch // 2` is exact, and neither is 1, so that nothing broadcasts by accident.
 BATCH_SIZES = (4, 6)
+POINTS = range(3)
 
 
 @dataclass(frozen=True)
 class BatchDim:
-    """A size that grows with the batch: `coefficient * batch + offset`."""
+    """A size that varies: `coefficient * batch + offset` at the example's other sizes."""
 
     coefficient: Fraction = Fraction(1)
     offset: Fraction = Fraction(0)
+    largest: int | None = None  # its value at the third point, if it depends on other sizes than the batch
 
     @staticmethod
-    def between(a: int, b: int) -> int | BatchDim:
-        """Return the size that is `a` and `b` at the two tracing batch sizes: a plain int if they agree."""
-        if a == b:
+    def between(a: int, b: int, c: int | None = None) -> int | BatchDim:
+        """Return the size that has these values at the three points: a plain int if they agree; `c` is None if it is `b`."""
+        largest = None if c == b else c
+        if a == b and largest is None:
             return int(a)
         coefficient = Fraction(b - a, BATCH_SIZES[1] - BATCH_SIZES[0])
-        return BatchDim(coefficient, a - coefficient * BATCH_SIZES[0])
+        return BatchDim(coefficient, a - coefficient * BATCH_SIZES[0], largest)
 
     def at(self, batch: int) -> int:
-        """Return the size at this batch size; raises ValueError where it is not an integer."""
+        """Return the size at this batch size, and the example's other sizes; raises ValueError where it is not an integer."""
         value = self.coefficient * batch + self.offset
         if value.denominator != 1:
             raise ValueError(f"{self} is not an integer at batch size {batch}")
@@ -54,41 +61,66 @@ class BatchDim:
     def __str__(self) -> str:
         numerator, denominator = self.coefficient.numerator, self.coefficient.denominator
         text = ("" if numerator == 1 else str(numerator)) + "B" + ("" if denominator == 1 else f"/{denominator}")
-        return text if self.offset == 0 else f"{text}{'+' if self.offset > 0 else ''}{self.offset}"
+        text = text if self.offset == 0 else f"{text}{'+' if self.offset > 0 else ''}{self.offset}"
+        return text if self.largest is None else f"{text if numerator else self.offset}≤{self.largest}"
 
 
 Size = int | BatchDim
 
 
+def largest_size(size: Size) -> int | None:
+    """Return the largest value of a size; None for one that grows with the batch, which has no bound."""
+    return size if isinstance(size, int) else None if size.coefficient else size.largest
+
+
+def at_point(size: Size, point: int) -> int:
+    """Return the value of a size at one of `POINTS`."""
+    if isinstance(size, int):
+        return size
+    return size.largest if point == 2 and size.largest is not None else size.at(BATCH_SIZES[min(point, 1)])
+
+
 @dataclass(frozen=True)
 class TensorFact:
-    """Shape and dtype of a tensor, for every batch size at once."""
+    """Shape and dtype of a tensor, for all sizes at once."""
 
     shape: tuple[Size, ...]
     dtype: torch.dtype
 
     @staticmethod
-    def between(a: torch.Tensor, b: torch.Tensor) -> TensorFact:
-        """Return the fact of a tensor seen at the two tracing batch sizes."""
-        return TensorFact(tuple(BatchDim.between(m, n) for m, n in zip(a.shape, b.shape, strict=True)), a.dtype)
+    def between(*seen: torch.Tensor) -> TensorFact:
+        """Return the fact of a tensor seen at the points: two where only the batch varies, else three."""
+        return TensorFact(tuple(BatchDim.between(*sizes) for sizes in zip(*(each.shape for each in seen), strict=True)), seen[0].dtype)
 
     def at(self, batch: int) -> tuple[int, ...]:
         return tuple(size if isinstance(size, int) else size.at(batch) for size in self.shape)
 
     @property
     def batch_axis(self) -> int | None:
-        """The first dimension whose size depends on the batch: of an input, the batch itself. None if every size is fixed."""
-        return next((axis for axis, size in enumerate(self.shape) if isinstance(size, BatchDim)), None)
+        """The first dimension whose size depends on the batch: of an input, the batch itself. None if no size does."""
+        return next((axis for axis, size in enumerate(self.shape) if isinstance(size, BatchDim) and size.coefficient), None)
 
     def __str__(self) -> str:
         return f"{DTYPE_NAMES.get(self.dtype, str(self.dtype))}[{','.join(str(size) for size in self.shape)}]"
 
 
-def on_meta(value: Any, batch: int) -> Any:
-    """Return a tensor without data for a TensorFact, and an integer for a BatchDim, at a batch size; any other value as it is."""
+def on_meta(value: Any, point: int) -> Any:
+    """Return a tensor without data for a TensorFact, and an integer for a BatchDim, at a point; any other value as it is."""
     if isinstance(value, TensorFact):
-        return torch.empty(value.at(batch), dtype=value.dtype, device="meta")
-    return value.at(batch) if isinstance(value, BatchDim) else value
+        return torch.empty([at_point(size, point) for size in value.shape], dtype=value.dtype, device="meta")
+    return at_point(value, point) if isinstance(value, BatchDim) else value
+
+
+def varies_beyond_batch(value: Any) -> bool:
+    """Return whether a fact depends on other sizes than the batch."""
+    sizes = value.shape if isinstance(value, TensorFact) else (value,)
+    return any(isinstance(size, BatchDim) and size.largest is not None for size in sizes)
+
+
+def inferred(node: fx.Node, run: Callable[[int], torch.Tensor]) -> TensorFact:
+    """Return the fact of a node that `run` computes at a point, from operands with facts."""
+    points = POINTS if any(varies_beyond_batch(fact(operand)) for operand in node.all_input_nodes) else POINTS[:2]
+    return TensorFact.between(*map(run, points))
 
 
 DTYPE_NAMES = {
@@ -118,6 +150,14 @@ def argument_name(node: fx.Node) -> str:
 def by_name(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:
     """Return inputs in the graph's order as a dict of keyword arguments, by the names of its placeholders."""
     return dict(zip((str(node.target) for node in module.graph.find_nodes(op="placeholder")), inputs, strict=True))
+
+
+SIZES = "sizes"  # in the notes of an input
+
+
+def sizes_of_input(node: fx.Node) -> dict[int, tuple[str, int, int, int]]:
+    """Return name, smallest and largest value, and step of each size of an input that varies besides the batch, by dimension."""
+    return {dim: (name, smallest, largest, step) for dim, name, smallest, largest, step in noted(node, SIZES) or ()}
 
 
 def set_matched_rules(node: fx.Node, *rules: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.graph import BATCH_SIZES, TensorFact, fact
+from fxquant.ir.graph import POINTS, TensorFact, at_point, fact
 from fxquant.ir.integer import qparams
 from fxquant.kernels.kernel import Forms, Match, Matched, in_order
 from fxquant.primitives import PRIMITIVES, Role, ZeroPoint, elementwise, pool, role_of, runtime_scales, shape
@@ -200,7 +200,7 @@ def pointwise(root: fx.Node) -> Matched:
         return f"it reads {len(reads)} tensors; kernels read 1 or 2"
     if vary and (len(reads) == 2 or not all(_differs_between_channels(constant, root) for constant in vary)):
         return "its constants differ between elements; kernels take one for all, or of one operand one for each channel"
-    if len(reads) == 2 and len(sizes := _sizes(reads[0])) > 2 and math.prod(sizes[2:]) == 1:
+    if len(reads) == 2 and len(sizes := _sizes(reads[0])) > 2 and set(sizes[2:]) == {1}:
         reads.reverse()  # what has one pixel comes second
     return Match(root, (*covers, root), tuple(reads), {"channels": bool(vary)})
 
@@ -412,8 +412,8 @@ def _is_on_rows(node: Any) -> bool:
 
 
 def _count(node: fx.Node) -> tuple[int, ...]:
-    """Return the number of rows at each batch size of the trace."""
-    return tuple(math.prod(fact(node).at(batch)[:-1]) for batch in BATCH_SIZES)
+    """Return the number of rows at each point of sizes."""
+    return tuple(math.prod(at_point(size, point) for size in _sizes(node)[:-1]) for point in POINTS)
 
 
 def _is_row_step(node: Any) -> bool:

@@ -118,7 +118,7 @@ def _check_agreement(index: int, placeholders: list[fx.Node], values: list[Any])
         for node, value in zip(placeholders, values, strict=True)
         if isinstance(node_fact := fact(node), TensorFact)
         for dim, size in enumerate(node_fact.shape)
-        if isinstance(size, BatchDim)
+        if isinstance(size, BatchDim) and size.coefficient
     }
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{size} for {name!r}" for name, size in sizes.items())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import BATCH_SIZES, TensorFact, fact, on_meta, resolve
+from fxquant.ir.graph import TensorFact, fact, inferred, on_meta, resolve
 from fxquant.ir.integer import QParams, noted, origin, qparams, zero_point
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, INT48_MAX, PLAIN_TYPES, bits_of
 from fxquant.primitives import PRIMITIVES, Role, elementwise, quantization, role_of
@@ -29,13 +29,12 @@ class Shapes:
     def infer(self, node: fx.Node) -> Any:
         key = (node.target, _key(node.args), _key(node.kwargs))
         if key not in self.known:
-            inferred = _requantized(node)
-            self.known[key] = TensorFact.between(*(self._run(node, batch) for batch in BATCH_SIZES)) if inferred is None else inferred
+            self.known[key] = _requantized(node) or inferred(node, lambda point: self._run(node, point))
         return self.known[key]
 
     @staticmethod
-    def _run(node: fx.Node, batch: int) -> Tensor:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: on_meta(fact(operand), batch))
+    def _run(node: fx.Node, point: int) -> Tensor:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: on_meta(fact(operand), point))
         result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
         return result
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from fxquant import backends
@@ -21,7 +22,7 @@ from fxquant.analysis.recording import DYNAMIC, OUTPUTS, QUANTIZED, Facts, Form,
 from fxquant.analysis.report import Deviation, DeviationReport, Difference, FloatDifference, Report, different, differing
 from fxquant.errors import ConfigurationError, ExportError, Interrupted
 from fxquant.frontend import trace
-from fxquant.ir.graph import TensorFact, argument_name, fact, is_deployed, source, stage_of
+from fxquant.ir.graph import TensorFact, argument_name, fact, is_deployed, sizes_of_input, source, stage_of
 from fxquant.ir.integer import QParams
 from fxquant.options import Options
 from fxquant.prepared.batches import as_batches, bad_batch, example_inputs, length, model_inputs
@@ -185,19 +186,22 @@ def _example(model: nn.Module, batch: Any, count: int) -> Any:
 
 
 def _dynamic_shapes(example: Any, inputs: Sequence[fx.Node]) -> Any:
-    """Return `dynamic_shapes` for example inputs with the batch dimensions of a graph's inputs; None if all are 0, or unknown."""
-    axes = {argument_name(node): node_fact.batch_axis if isinstance(node_fact := fact(node), TensorFact) else None for node in inputs}
+    """Return `dynamic_shapes` for example inputs, from the sizes of a graph's inputs that vary; None if that is dimension 0 of each."""
+    marks = {argument_name(node): _varying(node) for node in inputs}
     arguments = (example,) if isinstance(example, Tensor) else example
-    if not any(axes.values()) or _tensors(arguments) != len(axes):
+    if not any(mark and set(mark) != {0} for mark in marks.values()) or _tensors(arguments) != len(marks):
         return None
-    named = isinstance(arguments, Mapping) and axes.keys() == arguments.keys()
-    order = iter(axes[str(name)] for name in arguments) if named else iter(axes.values())
+    named = isinstance(arguments, Mapping) and marks.keys() == arguments.keys()
+    order = iter(marks[str(name)] for name in arguments) if named else iter(marks.values())
+    return pytree.tree_map(lambda leaf: next(order) if isinstance(leaf, Tensor) else None, arguments)
 
-    def batch_dims(leaf: Any) -> Any:
-        axis = next(order) if isinstance(leaf, Tensor) else None
-        return None if axis is None else {axis: "batch"}
 
-    return pytree.tree_map(batch_dims, arguments)
+def _varying(node: fx.Node) -> dict[int, Any] | None:
+    """Return the entry of `dynamic_shapes` for an input."""
+    node_fact = fact(node)
+    axis = node_fact.batch_axis if isinstance(node_fact, TensorFact) else None
+    others = {dim: Dim(name, min=smallest, max=largest) for dim, (name, smallest, largest, _) in sizes_of_input(node).items()}
+    return {**({} if axis is None else {axis: "batch"}), **others} or None
 
 
 def saved_model(path: str | os.PathLike[str]) -> fx.GraphModule:

@@ -19,7 +19,7 @@ from fxquant.frontend.inputs import CallSignature, is_signature
 from fxquant.frontend.result import ReturnInTraining
 from fxquant.frontend.tracer import ReturnForm, is_form
 from fxquant.ir.carried import Carried
-from fxquant.ir.graph import BATCH_SIZES, Annotation, Part, TensorFact, fact, on_meta, resolve, spelling, stage_of
+from fxquant.ir.graph import Annotation, Part, TensorFact, fact, inferred, on_meta, resolve, spelling, stage_of
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, operation
 from fxquant.ir.model import CALLS, CARRIED, Model, replace_graph
 from fxquant.ops import MODULES, Fixed, Own, Same
@@ -258,19 +258,19 @@ def _contradictions(model: Model, stage: Stage) -> Iterator[tuple[fx.Node, str]]
 def _computed(model: Model, node: fx.Node, module: QuantizedOperator) -> TensorFact:
     """Return the shape and dtype of an operator's result, inferred with its float function on meta tensors; raises its errors."""
 
-    def example(operand: fx.Node, batch: int) -> Any:
+    def example(operand: fx.Node, point: int) -> Any:
         if operand.op == "get_attr":
             value = resolve(model, str(operand.target))
             return value.to("meta") if isinstance(value, Tensor) else copy.deepcopy(value).to("meta")
-        return on_meta(fact(operand), batch)
+        return on_meta(fact(operand), point)
 
-    def run(batch: int) -> Tensor:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: example(operand, batch))
+    def run(point: int) -> Tensor:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: example(operand, point))
         result: Tensor = module.operator.function(*args, **kwargs)
         return result
 
     with torch.no_grad():
-        return TensorFact.between(*(run(batch) for batch in BATCH_SIZES))
+        return inferred(node, run)
 
 
 def _model_meta(content: dict[str, Any]) -> dict[str, Any]:

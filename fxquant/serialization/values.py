@@ -113,7 +113,8 @@ def _encode_other(value: Any) -> Any:
     if kind is complex:
         return {"complex": [encode(value.real), encode(value.imag)]}
     if kind is BatchDim:
-        return {"batch": [*value.coefficient.as_integer_ratio(), *value.offset.as_integer_ratio()]}
+        largest = [] if value.largest is None else [value.largest]
+        return {"batch": [*value.coefficient.as_integer_ratio(), *value.offset.as_integer_ratio(), *largest]}
     if kind is TensorFact:
         return {"tensor": [encode(value.dtype)["dtype"], [encode(size) for size in value.shape]]}
     if kind in RECORDS:
@@ -201,8 +202,9 @@ def _decode_record(kind: type, content: dict[str, Any], depth: int) -> Any:
 
 
 def _decode_batch(content: Any) -> BatchDim:
-    above, below, offset_above, offset_below = (expect(number, int) for number in _exactly(expect(content, list), 4))
-    return BatchDim(Fraction(above, below), Fraction(offset_above, offset_below))
+    items = expect(content, list)
+    above, below, offset_above, offset_below, *largest = (expect(number, int) for number in _exactly(items, 5 if len(items) == 5 else 4))
+    return BatchDim(Fraction(above, below), Fraction(offset_above, offset_below), *largest)
 
 
 def _decode_tensor(content: Any) -> TensorFact:

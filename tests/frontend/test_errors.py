@@ -52,7 +52,7 @@ REFUSALS = {
     ),
     branch_on_the_batch: (
         (2, 3), "control flow depends on the batch size", "if x.shape[0] > 5:",
-        "a condition is true at some batch sizes and false at others", "options=fxq.Options(dynamic_shapes={})",
+        "a condition is true at some sizes and false at others", "options=fxq.Options(dynamic_shapes={})",
     ),
     lambda self, x: sum(x[index] for index in range(x.shape[0])): (
         (2, 3), "a loop runs over the batch", "return sum(x[index] for index in range(x.shape[0]))",

@@ -58,7 +58,7 @@ class Builder:
         if record.expand is not None and not self.real:
             return self._nested(record, bound, demand)
         added = self._node("call_function", function, tuple(bound.values()), record.name)
-        set_fact(added, TensorFact.between(*(_on_meta(added, batch) for batch in graph.BATCH_SIZES)))
+        set_fact(added, graph.inferred(added, lambda point: _on_meta(added, point)))
         bound = record.normalize(added, bound)
         assert isinstance(bound, dict), f"{self.name} cannot be expanded: {bound}"
         added.args = tuple(bound.values())
@@ -75,7 +75,7 @@ class Builder:
     def host(self, function: Callable[..., Any], *args: Any) -> fx.Node:
         """Add a call on float values or booleans, which is not quantized; a call that reads parameters alone is a parameter."""
         added = self._node("call_function", function, args, getattr(function, "__name__", "host"))
-        set_fact(added, TensorFact.between(*(_on_meta(added, batch) for batch in graph.BATCH_SIZES)))
+        set_fact(added, graph.inferred(added, lambda point: _on_meta(added, point)))
         if all(map(is_parameter, added.all_input_nodes)):
             mark_parameter(added)
         return added
@@ -140,13 +140,13 @@ class Builder:
         return tensor_fact
 
 
-def _on_meta(node: fx.Node, batch: int) -> Tensor:
+def _on_meta(node: fx.Node, point: int) -> Tensor:
     """Return the part's value on tensors without data."""
 
     def example(operand: fx.Node) -> Any:
         operand_fact = fact(operand)
         assert isinstance(operand_fact, TensorFact) or not is_parameter(operand), f"%{operand.name} has no known shape"
-        return graph.on_meta(operand_fact, batch)
+        return graph.on_meta(operand_fact, point)
 
     result: Tensor = node.target(*fx.map_arg(node.args, example), **fx.map_arg(node.kwargs, example))  # type: ignore[operator]
     return result
