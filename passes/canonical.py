@@ -98,14 +98,16 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
             continue
         operator, arguments, written = recognised
         spell(node, *written)
-        because = of_an_index(node, operator, arguments)
-        meant = because or promoted(node, operator, arguments, Builder(node.name, node, (), "canonical.rewrite"))
+        meant = of_an_index(node, operator, arguments) or promoted(
+            node, operator, arguments, Builder(node.name, node, (), "canonical.rewrite")
+        )
         if isinstance(meant, tuple):
             operator = OPERATORS[meant[0]]
             arguments = _bind(operator, (), meant[1])
         arguments = meant if isinstance(meant, str) else arguments
         if not isinstance(arguments, str):
-            arguments = (None if meant is not None else _of_other_numbers(node, operator)) or operator.normalize(node, arguments)
+            because = None if meant is not None else _of_other_numbers(node, operator)
+            operator, arguments = (operator, because) if because else _normalized(node, operator, arguments)
         arguments = _without_elements(node, arguments) or arguments
         if isinstance(arguments, str):
             refuse(node, arguments)
@@ -125,6 +127,12 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         _shift(node, context)
     eliminate_dead(gm.graph.nodes, _is_unused)
     return changes
+
+
+def _normalized(node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> tuple[Operator, dict[str, Any] | str]:
+    """Return the operator with its arguments in their simplest form, or the operator that means the same in a simpler form."""
+    simplest = operator.normalize(node, arguments)
+    return _normalized(node, OPERATORS[simplest.function], simplest.arguments) if isinstance(simplest, Instead) else (operator, simplest)
 
 
 def _remove_identities(gm: fx.GraphModule, modules: dict[str, nn.Module]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import keyword
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -171,6 +172,32 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
     if not isinstance(value, TensorFact):
         raise TypeError(f"%{node.name} is not a tensor of known shape")
     return value.shape
+
+
+def size_node(tensor: fx.Node, dim: int, before: fx.Node, made_by: str = "canonical.rewrite") -> int | fx.Node:
+    """Return the size of a tensor's dimension: a number, or, where it varies, a node before `before` that reads it."""
+    size, dim = shape_of(tensor)[dim], dim % len(shape_of(tensor))
+    if isinstance(size, int):
+        return size
+    with tensor.graph.inserting_before(before):
+        made: fx.Node = inherit(tensor.graph.call_method("size", (tensor, dim)), before, made_by)
+    set_fact(made, size)
+    return made
+
+
+def product_node(sizes: Sequence[int | fx.Node], before: fx.Node, made_by: str = "canonical.rewrite") -> int | fx.Node:
+    """Return the product of sizes: a number, or a node before `before`."""
+    product: int | fx.Node = 1
+    for size in sizes:
+        if isinstance(product, int) and (product == 1 or isinstance(size, int)):
+            product = size if product == 1 else product * size
+            continue
+        with before.graph.inserting_before(before):
+            made: fx.Node = inherit(before.graph.call_function(operator.mul, (product, size)), before, made_by)
+        both = [fact(value) if isinstance(value, fx.Node) else value for value in (product, size)]
+        set_fact(made, BatchDim.between(*(at_point(both[0], point) * at_point(both[1], point) for point in POINTS)))
+        product = made
+    return product
 
 
 def reads_shape_only(node: fx.Node) -> bool:

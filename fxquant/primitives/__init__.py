@@ -33,6 +33,7 @@ from torch import Tensor
 from fxquant.primitives import (
     accumulate,
     comparison,
+    counted,
     elementwise,
     pool,
     position,
@@ -50,7 +51,7 @@ from fxquant.primitives import (
 from fxquant.primitives.record import BY_NAME, POINTWISE, PRIMITIVES, Emitter, Primitive, Role, ZeroPoint, primitive, role_of
 
 __all__ = [
-    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison",
+    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison", "counted",
     "elementwise", "pool", "position", "primitive", "product", "quantization", "resize", "role_of",
     "runtime_scales", "sampling", "scatter", "selection", "shape", "transposed", "whole",
 ]  # fmt: skip

@@ -113,7 +113,7 @@ def _onnx_sum(e: Emitter, input: str, dim: list[int], keepdim: bool, wide: bool 
 
 
 def _bounds_sum(input: Value, dim: list[int], keepdim: bool, wide: bool = False) -> Range:
-    return within(math.prod(input.size(d) for d in dim) * input.largest, exact_below(wide))
+    return within(input.terms(*dim) * input.largest, exact_below(wide))
 
 
 @primitive(_onnx_sum, bounds=_bounds_sum, kind="accumulator", role=Role.SUM, casts=True, reduces=over_rows(Op.TOTAL))

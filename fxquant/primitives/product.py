@@ -36,7 +36,7 @@ def _onnx_matrix_product(convert: Callable[[Emitter, str], str], e: Emitter, inp
 
 
 def _bounds_matrix_product(exact: int, input: Value, other: Value) -> Range:
-    return within(input.size(-1) * input.largest * other.largest, exact)
+    return within(input.terms(-1) * input.largest * other.largest, exact)
 
 
 _MATRIX_PRODUCT: dict[str, Any] = {"kind": "accumulator", "chip_bits": 8, "role": Role.MATRIX_PRODUCT, "casts": True}

@@ -4,7 +4,7 @@ There are two arithmetics of requantization, *fixed* and *real*. Their parameter
 `numerics.grids.real_multiplier`, shaped to broadcast against the accumulator.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -348,7 +348,17 @@ def _onnx_requantize_fixed(e: Emitter, accumulator: str, shift: Tensor, multipli
     if how is not None:
         floored = rounding not in HALF_STEPS and bool((shift > 0).any())
         return _onnx_rounded_fixed(e, accumulator, shift if floored else None, how, limit, low, high, dtype)
-    value = _as_float(e, accumulator)
+    return onnx_general_fixed(e, accumulator, shift, multiplier, right_shift, *rest)
+
+
+def onnx_general_fixed(
+    e: Emitter, accumulator: str, shift: Tensor, multiplier: Tensor, right_shift: Tensor, intermediate_bits: int, rounding: str, low: int,
+    high: int, dtype: torch.dtype, placed: Callable[[Tensor, torch.dtype], str] | None = None,
+) -> str:  # fmt: skip
+    """Emit `requantize_fixed` operation by operation; `placed` emits what is made of its constants, by default as constants."""
+    placed = placed or e.constant
+    width = torch.float64 if e.dtype(accumulator) == torch.float64 else torch.float32
+    limit, value = 2 ** (intermediate_bits - 1), _as_float(e, accumulator)
     if (intermediate_bits > 24 or rounding in HALF_STEPS) and width == torch.float32:
         value, width = e.node("Cast", value, to=torch.float64), torch.float64
 
@@ -365,15 +375,16 @@ def _onnx_requantize_fixed(e: Emitter, accumulator: str, shift: Tensor, multipli
         x = e.node("Round" if rounding == HALF_EVEN else "Floor", x)
         return e.node("Cast", e.node("Clip", x, low, high), to=dtype)
 
-    first = e.constant(power_of_two(-shift), width)
-    product = e.constant(multiplier.double() * power_of_two(-right_shift), torch.float64)
+    first = placed(power_of_two(-shift), width)
+    product = placed(multiplier.double() * power_of_two(-right_shift), torch.float64)
     bounds = e.constant(float(low), torch.float64), e.constant(float(high), torch.float64)
-    half = [e.constant(half_step(shift, multiplier, right_shift, rounding), torch.float64)] if rounding in HALF_STEPS else []
+    half = [placed(half_step(shift, multiplier, right_shift, rounding), torch.float64)] if rounding in HALF_STEPS else []
     name = f"requantize_fixed_{intermediate_bits}_{rounding}_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
     return e.call(name, body, value, first, product, *bounds, *half)
 
 
-def _bounds_requantize_fixed(shift: Value, multiplier: Value, right_shift: Value, low: int, high: int, **_: Any) -> Range:
+def requantized_range(shift: Value, multiplier: Value, right_shift: Value, low: int, high: int, **_: Any) -> Range:
+    """Return the limits of `requantize_fixed`; raise Unproved where a constant is not int32."""
     for name, value in (("shift", shift), ("multiplier", multiplier), ("right shift", right_shift)):
         need(constant_of(value, name).dtype == torch.int32, f"its {name} is not int32")
     return Range(float(low), float(high))
@@ -399,7 +410,7 @@ def _steps_requantize_real(w: Writer, input: int, multiplier: Tensor, low: int, 
     return w.write(Op.ADD, rounded, w.operand(zero_point)) if zero_point else rounded
 
 
-@primitive(_onnx_requantize_fixed, bounds=_bounds_requantize_fixed, role=Role.REQUANTIZATION, steps=_steps_requantize_fixed)
+@primitive(_onnx_requantize_fixed, bounds=requantized_range, role=Role.REQUANTIZATION, steps=_steps_requantize_fixed)
 def requantize_fixed(
     accumulator: Tensor,
     shift: Tensor,
@@ -465,9 +476,17 @@ def _onnx_requantize_real_byte(
 def _onnx_requantize_real(
     e: Emitter, accumulator: str, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0
 ) -> str:
-    width = e.dtype(accumulator)
     if dtype.itemsize == 1:
         return _onnx_requantize_real_byte(e, accumulator, multiplier, low, high, dtype, zero_point)
+    return onnx_general_real(e, accumulator, multiplier, low, high, dtype, zero_point)
+
+
+def onnx_general_real(
+    e: Emitter, accumulator: str, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int,
+    placed: Callable[[Tensor, torch.dtype], str] | None = None,
+) -> str:  # fmt: skip
+    """Emit `requantize_real` operation by operation; `placed` emits its multiplier, by default as a constant."""
+    width = e.dtype(accumulator)
 
     def body(e: Emitter, x: str, multiplier: str, low: str, high: str, *zero_point: str) -> str:
         x = x if width == torch.float32 else e.node("Cast", x, to=torch.float32)
@@ -476,16 +495,17 @@ def _onnx_requantize_real(
         return e.node("Cast", e.node("Add", x, zero_point[0]) if zero_point else x, to=dtype)
 
     name = f"requantize_real_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}{'_offset' * bool(zero_point)}"
-    operands = e.constant(multiplier), e.constant(float(low)), e.constant(float(high))
+    operands = (placed or e.constant)(multiplier, torch.float32), e.constant(float(low)), e.constant(float(high))
     return e.call(name, body, accumulator, *operands, *offset(e, zero_point))
 
 
-def _bounds_requantize_real(accumulator: Value, multiplier: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Range:
+def real_range(accumulator: Value, multiplier: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Range:
+    """Return the limits of `requantize_real`; raise Unproved where a multiplier is out of range."""
     multipliers(multiplier)
     return stored_limits(low, high, zero_point)
 
 
-@primitive(_onnx_requantize_real, bounds=_bounds_requantize_real, role=Role.REQUANTIZATION, steps=_steps_requantize_real)
+@primitive(_onnx_requantize_real, bounds=real_range, role=Role.REQUANTIZATION, steps=_steps_requantize_real)
 def requantize_real(accumulator: Tensor, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Tensor:
     """Compute clip(round_half_even(float32(acc) · multiplier), low, high) + zero_point: one float32 product, rounded once.
 

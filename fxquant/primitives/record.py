@@ -9,6 +9,7 @@ the same numbers as floats. Lowering the graph proves the bounds of the operands
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fxquant.ir.graph import BatchDim, TensorFact
+from fxquant.ir.graph import BatchDim, TensorFact, largest_size
 from fxquant.numerics.grids import FLOAT32_EXACT, accumulator_bound
 from fxquant.primitives.steps import Op, Steps
 from fxquant.support.files import free_in_child
@@ -59,11 +60,17 @@ class Value:
         return int(self.magnitude.max()) if self.magnitude.numel() else 0
 
     def size(self, dim: int) -> int:
-        """Return the size of a dimension; raise Unproved if it depends on the batch."""
+        """Return the size of a dimension; raise Unproved if it varies."""
         size = self.fact.shape[dim]
         if isinstance(size, BatchDim):
-            refuse(f"it reduces or picks from dimension {dim}, whose size depends on the batch")
+            refuse(f"it picks from dimension {dim}, whose size varies")
         return size
+
+    def terms(self, *dims: int) -> int:
+        """Return the largest number of elements along dimensions; raise Unproved if it has no bound, as that of a batch."""
+        sizes = [largest_size(self.fact.shape[dim]) for dim in dims]
+        need(None not in sizes, f"it reduces dimensions {dims}, of which one depends on the batch")
+        return math.prod(size for size in sizes if size is not None)
 
 
 @dataclass(frozen=True)

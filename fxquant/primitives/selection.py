@@ -112,8 +112,7 @@ def _onnx_least(e: Emitter, input: str, dim: list[int], keepdim: bool) -> str:
 
 
 def _bounds_least(input: Value, dim: list[int], keepdim: bool) -> Range:
-    for reduced in dim:
-        input.size(reduced)
+    input.terms(*dim)
     return union(input)
 
 

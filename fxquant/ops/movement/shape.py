@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.ir.graph import fact, shape_of
+from fxquant.ir.graph import fact, shape_of, size_node
 from fxquant.ops.core import BatchDim, Instead, Lowering, Quantized, Same, Size, TensorFact, Trait, known_size, selected
 from fxquant.ops.core.casting import CASTS, asked_dtype, changed, in_dtype
 from fxquant.ops.core.declare import Guard, fixed_along, fixed_sizes, function_and_method, known_sizes, listed, lowered
@@ -19,19 +19,26 @@ from fxquant.ops.core.samples import LIMITED, sample, sampled
 from fxquant.ops.elementwise.unary import raised
 from fxquant.primitives import shape
 
-MANY_SIZES = "more than one of its sizes depends on the batch size"
+MANY_SIZES = "more than one of its sizes varies"
 
 
 class ManySizes(Exception):
-    """A shape cannot be written as numbers, since more than one of its sizes depends on the batch size."""
+    """A shape cannot be written as numbers, since more than one of its sizes varies."""
 
 
 def numbers(sizes: Sequence[Size]) -> list[int]:
-    """Return a shape as numbers, with -1 for the one size that depends on the batch. Raise ManySizes where there are more."""
+    """Return a shape as numbers, with -1 for the one size that varies. Raise ManySizes where there are more."""
     plain = [size if isinstance(size, int) else -1 for size in sizes]
     if plain.count(-1) > 1:
         raise ManySizes
     return plain
+
+
+def sizes_at_run_time(value: fx.Node, before: fx.Node) -> list[Any]:
+    """Return a tensor's shape for a reshape: numbers, -1 for the first size that varies, and nodes for further ones."""
+    shape = shape_of(value)
+    first = next((dim for dim, size in enumerate(shape) if not isinstance(size, int)), None)
+    return [-1 if dim == first else size_node(value, dim, before) for dim in range(len(shape))]
 
 
 def many_sizes(node: fx.Node) -> bool:
@@ -41,17 +48,17 @@ def many_sizes(node: fx.Node) -> bool:
 
 
 def varying_sizes(sizes: Sequence[Size]) -> int:
-    """Return the number of sizes that depend on the batch size."""
+    """Return the number of sizes that vary."""
     return len(sizes) - sum(isinstance(size, int) for size in sizes)
 
 
 def one_varying(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Return why not, if more than one size of the operand depends on the batch size; else None."""
+    """Return why not, if more than one size of the operand varies; else None."""
     return MANY_SIZES if varying_sizes(shape_of(arguments["input"])) > 1 else None
 
 
 def result_varying(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Return why not, if more than one size of the result depends on the batch size; else None."""
+    """Return why not, if more than one size of the result varies; else None."""
     return MANY_SIZES if many_sizes(node) else None
 
 
@@ -63,8 +70,21 @@ def _any_sizes(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str
 
 
 def _plain_shape(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
-    """Return the shape as numbers, read off the result."""
-    return MANY_SIZES if many_sizes(node) else {**arguments, "shape": numbers(shape_of(node))}
+    """Return the shape as numbers, read off the result; where several sizes vary, all but one are nodes: as written, or of the operand."""
+    shape, written = shape_of(node), arguments["shape"]
+    if not many_sizes(node):
+        return {**arguments, "shape": numbers(shape)}
+    sizes = [size if isinstance(size, int) else None for size in shape]
+    if len(written) == len(shape):
+        sizes = [
+            each if size is None and isinstance(each, fx.Node) and isinstance(fact(each), BatchDim) else size
+            for size, each in zip(sizes, written, strict=True)
+        ]
+    before = shape_of(arguments["input"])
+    for dim, size in enumerate(shape):
+        if sizes[dim] is None and size in before and sizes.count(None) > 1:
+            sizes[dim] = size_node(arguments["input"], before.index(size), node)
+    return MANY_SIZES if sizes.count(None) > 1 else {**arguments, "shape": [-1 if size is None else size for size in sizes]}
 
 
 _shape = shape
@@ -82,6 +102,7 @@ _RESHAPES = ("reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel")
     modules=dict.fromkeys((nn.Flatten, nn.Unflatten), lambda m: {"shape": []}),
     traits=frozenset({Trait.RESHAPES, Trait.REARRANGES, Trait.VIEWS}),
     moves=True,
+    reads=("shape",),
     normalize=_plain_shape,
     idle=lambda arguments: True,
     demand=Same(),

@@ -8,12 +8,12 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxquant.ir.graph import shape_of
-from fxquant.ops.core import FLOAT32_EXACT, IMAGES, Call, Clamp, Lowering, Quantized, Ratio, Same, Trait, sample, selected
+from fxquant.ops.core import FLOAT32_EXACT, IMAGES, Call, Clamp, Instead, Lowering, Quantized, Ratio, Same, Trait, sample, selected
 from fxquant.ops.core.declare import Guard, are_fixed, first_reason, known_sizes, lowered
 from fxquant.ops.core.matrix import box, onnx_matrices, uneven_windows, weighted_sums, window_sizes
 from fxquant.ops.core.record import operator_named
 from fxquant.ops.pooling.pool import needs_batch, onnx_average_pool, too_many, with_places_too
-from fxquant.ops.pooling.totals import lower_total
+from fxquant.ops.pooling.totals import lower_total, mean
 from fxquant.primitives import pool
 from fxquant.primitives.pool import POOLED_EXACT
 from fxquant.primitives.resize import transform
@@ -76,9 +76,22 @@ def onnx_means(c: Call, counts: list[int]) -> str:
     return c.epilogue(onnx_matrices(c, c.input, c.operand_shape, means))
 
 
+def _mean_of_all(rank: int) -> Callable[[fx.Node, dict[str, Any]], dict[str, Any] | Instead]:
+    """Return a normalizer that makes a pool with one window a mean, where sizes of its operand vary."""
+
+    def normalize(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | Instead:
+        sizes = shape_of(arguments["input"])[-rank:]
+        if are_fixed(sizes) or set(window_counts(sizes, arguments["output_size"], rank)) != {1}:
+            return arguments
+        return Instead(mean, {"input": arguments["input"], "dim": list(range(-rank, 0)), "keepdim": True, "count": None})
+
+    return normalize
+
+
 def _adaptive_avg_pool(rank: int) -> Callable[..., Tensor]:
     @lowered(
         name=f"adaptive_avg_pool{rank}d",
+        normalize=_mean_of_all(rank),
         idle=lambda arguments: True,
         absorbs=frozenset({"clamp"}),
         refuses=refuses_adaptive(rank, True),

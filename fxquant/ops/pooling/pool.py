@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.ir.graph import Size, TensorFact, fact, shape_of
+from fxquant.ir.graph import Size, TensorFact, at_point, fact, largest_size, shape_of
 from fxquant.numerics.grids import FLOAT32_EXACT, INT8, SMALLEST_SCALE, WEIGHT_INT8, Ratio
 from fxquant.ops.core import IMAGES, NORMED, POSITIVE, Builder, Call, Clamp, Lowering, Quantized, clamped, lowered, sample
-from fxquant.ops.core.declare import Guard, composite, first_reason, fixed_sizes, is_finite, known_sizes, meets, module_of, with_batch
+from fxquant.ops.core.declare import Guard, are_fixed, composite, first_reason, fixed_sizes, is_finite, meets, module_of, with_batch
 from fxquant.ops.core.record import WIDE, Instead, Layer, Same, Trait, operator_named
 from fxquant.ops.core.weighted import Product, lower_uniform, sizes
 from fxquant.ops.elementwise.arithmetic import mul
@@ -105,19 +105,38 @@ def needs_batch(rank: int) -> Guard:
     return first_reason(with_batch(rank), fixed_sizes("its windows would run along the batch", start=-rank))
 
 
+def slides(rank: int) -> Guard:
+    """Refuse what `needs_batch` refuses, but take sizes that vary where every window has the same number of elements in any case."""
+
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        lengths = shape_of(arguments["input"])[-rank:]
+        if are_fixed(lengths):
+            return None
+        if any(largest_size(length) is None for length in lengths):
+            return "its windows would run along the batch"
+        uneven = not arguments.get("count_include_pad", True) and any(sizes(arguments["padding"], rank))
+        return "its last windows depend on a size that varies" if arguments["ceil_mode"] or uneven else None
+
+    return first_reason(with_batch(rank), refuses)
+
+
 def kernel_and_steps(kernel_size: Any, stride: Any, rank: int) -> tuple[list[int], list[int]]:
     """Return kernel and stride as lists with a number for each dimension; the default stride is the kernel."""
     return sizes(kernel_size, rank), sizes(kernel_size if stride in (None, [], ()) else stride, rank)
 
 
 def window_padding(
-    lengths: list[int], kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+    lengths: Sequence[Size], kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
 ) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """Return kernel, stride, padding before, padding after and dilation, each with one number per dimension of these lengths."""
+    """Return kernel, stride, padding before, padding after and dilation, each with one number per dimension of these lengths.
+
+    Along a length that varies the padding after is that before, of which the last window may see nothing.
+    """
     rank = len(lengths)
     kernel, steps = kernel_and_steps(kernel_size, stride, rank)
     begin, spread = sizes(padding, rank), sizes(dilation, rank)
-    end = [_windows(*row, ceil_mode)[1] for row in zip(lengths, kernel, steps, begin, spread, strict=True)]
+    rows = zip(lengths, kernel, steps, begin, spread, strict=True)
+    end = [_windows(length, *row, ceil_mode)[1] if isinstance(length, int) else row[2] for length, *row in rows]
     return kernel, steps, begin, end, spread
 
 
@@ -125,13 +144,13 @@ def refuses_max_pool(rank: int) -> Guard:
     """Refuse operands that `needs_batch` refuses, and windows that lie completely in the padding."""
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        lengths = known_sizes(shape_of(arguments["input"])[-rank:])
+        lengths = [at_point(size, 2) for size in shape_of(arguments["input"])[-rank:]]
         kernel, steps = kernel_and_steps(arguments["kernel_size"], arguments["stride"], rank)
         rows = zip(lengths, kernel, steps, sizes(arguments["padding"], rank), sizes(arguments["dilation"], rank), strict=True)
         empty = any(_sees_only_padding(*row, arguments["ceil_mode"]) for row in rows)
         return "one of its windows covers padding only" if empty else None
 
-    return first_reason(needs_batch(rank), refuses)
+    return first_reason(slides(rank), refuses)
 
 
 def _sees_only_padding(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> bool:
@@ -196,7 +215,7 @@ def _max_pool(rank: int) -> Callable[..., Tensor]:
     )
     def max_pool(lowering: Lowering, input: Quantized, **window: Any) -> Quantized:
         """Return the maximum over windows in one, two or three dimensions."""
-        placed = window_padding(known_sizes(input.shape[-rank:]), **window)
+        placed = window_padding(input.shape[-rank:], **window)
         return input.with_value(lowering.call(pool.max_pool, input.value, *placed))
 
     return max_pool
@@ -239,7 +258,11 @@ def window_divisor(
     if arguments.get("divisor_override") is not None:
         return torch.tensor(float(arguments["divisor_override"]), dtype=torch.float32, device="cpu")
     counts = torch.ones((), dtype=torch.float32, device="cpu")
-    for size, taps, step, padding, tail in zip(known_sizes(shape[-len(kernel) :]), kernel, stride, begin, end, strict=True):
+    for length, taps, step, padding, tail in zip(shape[-len(kernel) :], kernel, stride, begin, end, strict=True):
+        if not isinstance(length, int):  # every window counts all its elements
+            counts = counts * taps
+            continue
+        size = length
         starts = range(0, size + padding + tail - taps + 1, step)
         low, high = (0, size + 2 * padding) if arguments.get("count_include_pad", True) else (padding, padding + size)
         sizes = [float(min(start + taps, high) - max(start, low)) for start in starts]
@@ -295,7 +318,7 @@ def _avg_pool(rank: int) -> Callable[..., Tensor]:
         absorbs=frozenset({"clamp"}),
         refuses=(
             meets("divisor_override", lambda n: n is None or n > 0, lambda n: f"divisor_override={n} is not positive"),
-            needs_batch(rank),
+            slides(rank),
             lambda node, arguments: too_many(sizes(arguments["kernel_size"], rank), POOLED_EXACT),
         ),
         traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
@@ -312,7 +335,7 @@ def _avg_pool(rank: int) -> Callable[..., Tensor]:
         count_include_pad: bool = True, divisor_override: int | None = None, *, clamp: Clamp | None = None,
     ) -> Quantized:  # fmt: skip
         """Return the mean over windows in one, two or three dimensions."""
-        kernel, steps, begin, end, _ = window_padding(known_sizes(input.shape[-rank:]), kernel_size, stride, padding, 1, ceil_mode)
+        kernel, steps, begin, end, _ = window_padding(input.shape[-rank:], kernel_size, stride, padding, 1, ceil_mode)
         counted = {"count_include_pad": count_include_pad, "divisor_override": divisor_override}
         divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
         within = all(tail <= head for head, tail in zip(begin, end, strict=True))  # as a convolution's windows are
@@ -350,7 +373,7 @@ def _lp_pool(rank: int) -> Callable[..., Any]:
 
     has_form = meets("norm_type", lambda p: is_finite(p) and p > 0, lambda p: f"the {p}-norm has no integer form")
 
-    @composite(name=f"lp_pool{rank}d", refuses=(has_form, needs_batch(rank)), samples=samples)
+    @composite(name=f"lp_pool{rank}d", refuses=(has_form, slides(rank)), samples=samples)
     def lp_pool(build: Builder, input: fx.Node, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
         """Return the p-norm of windows in one, two or three dimensions."""
         count = float(math.prod(sizes(kernel_size, rank)))

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import shape_of
-from fxquant.numerics.grids import INT32
+from fxquant.ir.graph import largest_size, product_node, shape_of, size_node
+from fxquant.numerics.grids import INT32, INT32_MAX
+from fxquant.numerics.rounding import clamped
 from fxquant.ops.core import FLOAT32_EXACT, Call, Clamp, Lowering, Quantized, Ratio, TensorFact, Trait, lowered
 from fxquant.ops.core.declare import NO_DIMENSIONS, Guard, are_fixed, known_sizes
 from fxquant.ops.core.samples import IMAGES, sample, sampled
@@ -16,17 +17,24 @@ from fxquant.ops.elementwise.whole import WHOLE
 from fxquant.ops.pooling.pool import onnx_layer, too_many
 from fxquant.primitives import accumulate, elementwise, pool, shape
 
+LARGEST_TABLE = 2**18  # of constants by the number of elements of a mean
+
 
 def _dims(shape: tuple[Any, ...], dim: Any) -> list[int]:
     chosen = range(len(shape)) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
     return [int(d) for d in chosen]
 
 
-def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
-    """Return the sum over dimensions, divided by `divisor` inside the requantization multiplier."""
-    terms = math.prod(input.shape[d] for d in dims)  # type: ignore[misc]
+def lower_total(
+    lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None, count: Any = None
+) -> Quantized:
+    """Return the sum over dimensions, divided inside the requantization multiplier: by `divisor`, or by `count`.
+
+    `count` is the number of elements of a mean, where sizes of the model vary: an int, or a node in a graph. Then constants are tables.
+    """
+    terms = math.prod(largest_size(input.shape[d]) for d in dims)  # type: ignore[misc]
     images = len(input.shape) == 4 and sorted(dim % 4 for dim in dims) == [2, 3] and input.dtype.bits <= 8
-    if lowering.arithmetic.rescales_by_layers and images and are_fixed(input.shape[1:]) and divisor == terms:
+    if lowering.arithmetic.rescales_by_layers and images and are_fixed(input.shape[1:]) and divisor == terms and count is None:
         channels, *size = known_sizes(input.shape[1:])
         attributes = ([1, 1], [0, 0], [1, 1], channels)
         form = Product(accumulate.convolution, accumulate.convolution_wide, attributes, 2, in_parts=True)
@@ -34,15 +42,19 @@ def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: 
         return averaged if keepdim else averaged.with_value(lowering.call(shape.reshape, averaged.value, [-1, channels]))
     largest = lowering.prove(terms * input.grid.magnitude, "the sum")
     total = lowering.call(pool.sum, input.value, dims, keepdim, largest >= FLOAT32_EXACT)
-    ratio = Ratio((input.scale,), (torch.tensor(float(divisor), dtype=torch.float32, device=input.scale.device),))
-    if not (lowering.arithmetic.rounds_image_means and images and divisor == terms) or lowering.output.dtype == INT32:
+    number = torch.tensor(float(divisor if count is None else terms), dtype=torch.float32, device=input.scale.device)
+    if isinstance(count, fx.Node):
+        lowering.count, number = count, torch.arange(terms + 1, dtype=torch.float32, device=input.scale.device).clamp_min(1)
+    ratio = Ratio((input.scale,), (number,))
+    averages = images and (divisor == terms or count is not None)
+    if not (lowering.arithmetic.rounds_image_means and averages) or lowering.output.dtype == INT32:
         return lowering.requantize(total, ratio, clamp)
 
     def lift(scale: Tensor) -> Tensor:
         return lowering.arithmetic.half_of_first_shift(ratio.over(scale), lowering.output.grid)
 
     half = None if lowering.lifts_late else lift(lowering.output.grid.scale)
-    if half is not None and half:
+    if half is not None and bool(half.any()):
         total = lowering.call(elementwise.add_constant, total, lowering.constant("first_half", half, torch.int32))
     return lowering.requantize(total, ratio, clamp, lift=lift)
 
@@ -52,9 +64,14 @@ def _refuses_reduction(verb: str) -> Guard:
         shape = shape_of(arguments["input"])
         if not shape:
             return NO_DIMENSIONS
-        reduced = [shape[d] for d in _dims(shape, arguments["dim"])]
-        sizes = [size for size in reduced if isinstance(size, int)]
-        return too_many(sizes, FLOAT32_EXACT) if len(sizes) == len(reduced) else f"it {verb} over the batch, whose size is not fixed"
+        reduced = [largest_size(shape[d]) for d in _dims(shape, arguments["dim"])]
+        sizes = [size for size in reduced if size is not None]
+        if len(sizes) < len(reduced):
+            return f"it {verb} over the batch, whose size is not fixed"
+        if arguments.get("count") is not None and math.prod(sizes) > LARGEST_TABLE:
+            remedy = "declare smaller sizes: torch.export.Dim(…, max=…)"
+            return f"it {verb} up to {math.prod(sizes)} elements, and a table by their number has at most {LARGEST_TABLE}; {remedy}"
+        return too_many(sizes, INT32_MAX if arguments.get("count") is not None else FLOAT32_EXACT)
 
     return refuses
 
@@ -95,12 +112,30 @@ def _reduces(verb: str, operator: str) -> dict[str, Any]:
     }
 
 
-@lowered("nanmean", **_reduces("averages", "ReduceMean"))  # a quantized tensor has no NaN
+def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, count: Any = None, *, clamp: Clamp | None = None) -> Tensor:
+    value = torch.mean(input, dim, keepdim)
+    return value if clamp is None else clamped(value, *clamp)
+
+
+def _counted(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a mean with the number of its elements, where sizes other than the batch vary."""
+    sizes = shape_of(arguments["input"])
+    dims = _dims(sizes, arguments["dim"])
+    bounded = bool(sizes) and all(largest_size(sizes[dim]) is not None for dim in dims)
+    if not bounded or all(isinstance(sizes[dim], int) for dim in dims) or arguments["count"] is not None:
+        return arguments
+    return {**arguments, "count": product_node([size_node(arguments["input"], dim, node) for dim in dims], node)}
+
+
+@lowered("nanmean", function=_mean, normalize=_counted, **_reduces("averages", "ReduceMean"))  # a quantized tensor has no NaN
 @sampled("torch.mean(x, dim=-1, keepdim=True).relu()")
-def mean(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
-    """Return the mean over the dimensions `dim` (all dimensions if it is None)."""
+def mean(
+    lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, count: Any = None, *, clamp: Clamp | None = None
+) -> Quantized:
+    """Return the mean over the dimensions `dim` (all dimensions if it is None); `count` is their number of elements, where it varies."""
     dims = _dims(input.shape, dim)
-    return lower_total(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
+    divisor = math.prod(input.shape[d] for d in dims) if count is None else 1  # type: ignore[misc]
+    return lower_total(lowering, input, dims, keepdim, divisor, clamp, count)
 
 
 @lowered("nansum", **_reduces("sums", "ReduceSum"), integers=_on_integers)
