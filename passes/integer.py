@@ -26,6 +26,7 @@ from fxquant.ir.graph import (
     own_copies,
     parameter_value,
     part,
+    reads_sizes,
     resolve,
     set_fact,
     set_part,
@@ -116,6 +117,11 @@ class GraphLowering(Lowering):
         self.made.append(call)
         _inherit_grid(call)
         return call
+
+    def size(self, value: fx.Node, dim: int) -> fx.Node:
+        size = inherit(self.graph.call_method("size", (value, dim)), self.node, "integer.lower")
+        set_fact(size, fact(value).shape[dim])
+        return size
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> fx.Node:
         if role in self.constants:
@@ -335,7 +341,7 @@ def find_kernels(gm: fx.GraphModule, context: Context) -> int:
     """Write the kernel and the other nodes that it computes on every node that a kernel matches."""
     changes = 0
     for node in gm.graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or reads_sizes(node):
             continue
         for kernel in context.kernels:
             match = kernel.match(node)

@@ -205,6 +205,11 @@ def reads_shape_only(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target in ("size", "dim")
 
 
+def reads_sizes(node: fx.Node) -> bool:
+    """Return whether an argument of a primitive is a size that varies, which the primitive alone takes."""
+    return not all(isinstance(fact(operand), TensorFact) for operand in node.all_input_nodes)
+
+
 def target_name(node: fx.Node) -> str:
     """Return the name of the method, the function or the module that a node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.graph import POINTS, TensorFact, at_point, fact
+from fxquant.ir.graph import POINTS, TensorFact, at_point, fact, reads_sizes
 from fxquant.ir.integer import qparams
 from fxquant.kernels.kernel import Forms, Match, Matched, in_order
 from fxquant.primitives import PRIMITIVES, Role, ZeroPoint, elementwise, pool, role_of, runtime_scales, shape
@@ -422,10 +422,12 @@ def _is_row_step(node: Any) -> bool:
         return False
     if role_of(node.target) is Role.LINEAR:
         return _is_product(node) and len(node.args[1].users) > 1  # type: ignore[union-attr]
-    if node.target is shape.crop:  # of columns, or of what has other rows
+    if node.target is shape.crop and not reads_sizes(node):  # of columns, or of what has other rows
         within = node.args[1] in ([-1], [len(_sizes(node)) - 1])
         return set(node.args[4]) == {1} and (within or _rows(node.args[0]) != _rows(node))  # type: ignore[arg-type]
     operands = [operand for operand in node.all_input_nodes if operand.op != "get_attr"]
+    if reads_sizes(node):
+        return False
     record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
     is_step = node.target is shape.reshape or (record is not None and record.steps is not None)
     return is_step and all(_rows(operand) == _rows(node) and _sizes(operand)[-1:] == _sizes(node)[-1:] for operand in operands)

@@ -160,6 +160,10 @@ class Lowering:
         """Return a parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
         raise NotImplementedError
 
+    def size(self, value: Any, dim: int) -> Any:
+        """Return the size of a value's dimension at run time: a number, or a node in a graph."""
+        return self.computed(value).shape[dim]
+
     def once(self, role: str, compute: Callable[[], Found]) -> Found:
         """Return what `compute` returns, a function of parameters and scales alone. Here: it is called each time."""
         return compute()

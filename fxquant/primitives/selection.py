@@ -3,6 +3,7 @@
 Where elements are ranked, the first of equal ones comes first.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,17 +107,26 @@ def onnx_reduced(e: Emitter, operator: str, value: str, dim: list[int], keepdim:
     return e.node(operator, value, e.constant(list(dim), torch.int64), keepdims=int(keepdim))
 
 
-def _onnx_least(e: Emitter, input: str, dim: list[int], keepdim: bool) -> str:
-    least = onnx_reduced(e, "ReduceMin", e.node("Cast", input, to=torch.float32), dim, keepdim)
-    return e.node("Cast", least, to=e.dtype(input))
+def _onnx_extreme(operator: str, e: Emitter, input: str, dim: list[int], keepdim: bool) -> str:
+    extreme = onnx_reduced(e, operator, e.node("Cast", input, to=torch.float32), dim, keepdim)
+    return e.node("Cast", extreme, to=e.dtype(input))
 
 
-def _bounds_least(input: Value, dim: list[int], keepdim: bool) -> Range:
+def _bounds_extreme(input: Value, dim: list[int], keepdim: bool) -> Range:
     input.terms(*dim)
     return union(input)
 
 
-@primitive(_onnx_least, bounds=_bounds_least, zero_point=ZeroPoint.EQUIVARIANT, reduces=over_rows(Op.LOWEST))
+_EXTREME: dict[str, Any] = {"bounds": _bounds_extreme, "zero_point": ZeroPoint.EQUIVARIANT}
+
+
+@primitive(partial(_onnx_extreme, "ReduceMax"), **_EXTREME)
+def greatest(input: Tensor, dim: list[int], keepdim: bool) -> Tensor:
+    """Return the largest element along dimensions."""
+    return torch.amax(input, dim, keepdim)
+
+
+@primitive(partial(_onnx_extreme, "ReduceMin"), **_EXTREME, reduces=over_rows(Op.LOWEST))
 def least(input: Tensor, dim: list[int], keepdim: bool) -> Tensor:
     """Return the smallest element along dimensions."""
     return torch.amin(input, dim, keepdim)

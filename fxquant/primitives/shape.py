@@ -21,7 +21,7 @@ def one_node(operator: str, **attributes: Any) -> Callable[..., str]:
 
 
 def _sizes(e: Emitter, sizes: list[int | str]) -> str:
-    """Return the name of an int64 tensor of these sizes; a computed one, which depends on the batch, is a name itself."""
+    """Return the name of an int64 tensor of these sizes; a computed one, which varies, is a name itself."""
     if all(isinstance(size, int) for size in sizes):
         return e.constant(list(sizes), torch.int64)  # type: ignore[arg-type]
     one = e.constant([1])
@@ -63,7 +63,7 @@ UNBOUNDED = 2**63 - 1  # a stop beyond every size
 
 
 def _onnx_crop(e: Emitter, input: str, dims: list[int], starts: list[int], stops: list[int], steps: list[int]) -> str:
-    return e.node("Slice", input, *(e.constant(list(values), torch.int64) for values in (starts, stops, dims, steps)))
+    return e.node("Slice", input, *(_sizes(e, list(values)) for values in (starts, stops, dims, steps)))
 
 
 @primitive(_onnx_crop, layout="same", **_MOVED)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.graph import dropped_in_training
+from fxquant.ir.graph import dropped_in_training, largest_size
 from fxquant.ops.attention.hiding import HIDDEN, Hiding
 from fxquant.ops.attention.softmax import added, is_scores, kept, may_hide, parts_of, repeated, shares, terms_of, with_empty_rows
 from fxquant.ops.core import OPERATORS, WIDE, Builder, TensorFact, composite, fact, is_parameter, taking
@@ -26,7 +26,7 @@ from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear, matmul
 from fxquant.ops.movement.pad import pad
-from fxquant.ops.movement.shape import MANY_SIZES, numbers, permute, reshape
+from fxquant.ops.movement.shape import MANY_SIZES, permute, reshape
 from fxquant.ops.pooling.totals import mean
 from fxquant.ops.reduction.progression import along
 
@@ -88,9 +88,13 @@ class Mask:
         self.add(value, dim)
         return True
 
-    def causal(self, rows: int, columns: int) -> None:
-        """Hide in every row the positions after its own: keep the lower triangle."""
-        self.hide(self.build.constant(torch.ones(rows, columns, dtype=torch.bool, device="cpu").tril()))
+    def causal(self, rows: fx.Node, columns: fx.Node) -> None:
+        """Hide in every row the positions after its own: keep the lower triangle, of the sizes of these operands' positions."""
+        most = [largest_size(fact(operand).shape[-2]) or 1 for operand in (rows, columns)]
+        keep = self.build.constant(torch.ones(*most, dtype=torch.bool, device="cpu").tril())
+        sizes = [self.build.size(operand, -2) for operand in (rows, columns)]
+        whole = all(isinstance(size, int) for size in sizes)
+        self.hide(keep if whole else self.build.host(getitem, keep, [slice(0, size) for size in sizes]))
 
 
 def attend(
@@ -102,7 +106,7 @@ def attend(
     """
     rank = len(fact(key).shape)
     scores = build(matmul, query, build(permute, key, [*range(rank - 2), rank - 1, rank - 2]), demand=WIDE)
-    shape = numbers(fact(scores).shape)
+    shape = build.sizes(scores) if mask.rows > 1 else []
     if mask.rows > 1:
         scores = build(reshape, scores, [-1, mask.rows, *shape[1:]])
     added = [] if mask.bias is None else [mask.bias]
@@ -136,12 +140,12 @@ def _refuses_attention(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     facts = [fact(arguments[name]) for name in ("query", "key", "value")]
     if not all(isinstance(each, TensorFact) and len(each.shape) >= 2 for each in facts):
         return "one of its operands is not a tensor of two or more dimensions"
-    if not isinstance(facts[0].shape[-1], int) or not isinstance(facts[1].shape[-2], int):
+    if not isinstance(facts[0].shape[-1], int) or largest_size(facts[1].shape[-2]) is None:
         return "it sums over the batch, whose size is not fixed"
     scale = arguments["scale"]
     if scale is not None and not (isinstance(scale, int | float) and scale > 0):
         return "its scale is not a positive number"
-    return "its positions depend on the batch size" if arguments["is_causal"] and not isinstance(facts[0].shape[-2], int) else None
+    return "its positions depend on the batch size" if arguments["is_causal"] and largest_size(facts[0].shape[-2]) is None else None
 
 
 @composite(adapt=_attention_arguments, reads=("attn_mask",), refuses=_refuses_attention)
@@ -155,10 +159,10 @@ def scaled_dot_product_attention(
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Compute F.scaled_dot_product_attention; in training, attention weights have the dropout of the call in train mode."""
-    positions, features = fact(query).shape[-2:]
+    features = fact(query).shape[-1]
     mask = Mask(build)
     if is_causal:
-        mask.causal(positions, fact(key).shape[-2])
+        mask.causal(query, key)
     if attn_mask is not None:
         constant = repeated(attn_mask)
         if constant is not None and len(fact(query).shape) == len(fact(attn_mask).shape) == 4:
@@ -212,12 +216,11 @@ def _masks(
         attn_mask, key_padding_mask = (None if each is None else _never_hiding(build, each, more) for each in both)
     if attn_mask is not None:
         tensor = build.host(torch.logical_not, attn_mask) if fact(attn_mask).dtype == torch.bool else attn_mask
-        shape = numbers(fact(tensor).shape)
-        if len(shape) == 3 and len(fact(query).shape) == 4:  # samples and heads are one dimension
-            tensor = build.host(reshape, tensor, [-1, fact(query).shape[1], *shape[1:]])
+        if len(fact(tensor).shape) == 3 and len(fact(query).shape) == 4:  # samples and heads are one dimension
+            tensor = build.host(reshape, tensor, [-1, fact(query).shape[1], *build.sizes(tensor)[1:]])
         mask.add(tensor)
     elif is_causal:
-        mask.causal(fact(query).shape[-2], fact(key).shape[-2])
+        mask.causal(query, key)
     if key_padding_mask is not None:
         padding = fact(key_padding_mask).dtype == torch.bool
         tensor = build.host(torch.logical_not, key_padding_mask) if padding else key_padding_mask
@@ -269,7 +272,7 @@ def _refuses_heads(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if not all(isinstance(each, TensorFact) and len(each.shape) in (2, 3) for each in facts):
         return "one of its operands is not a tensor of two or three dimensions"
     position = 1 if arguments["batch_first"] and len(facts[0].shape) == 3 else 0
-    if not all(isinstance(each.shape[position], int) for each in facts):
+    if any(largest_size(each.shape[position]) is None for each in facts):
         return "its positions depend on the batch size"
     return MANY_SIZES if any(not isinstance(size, int) for each in facts for size in each.shape[2:]) else None
 
@@ -310,8 +313,7 @@ def multi_head_attention(
         """Project an operand, and return it as samples, heads, positions, features."""
         weight = separate[number] if joint is None else third(joint, number)
         projected = build(linear, operand, weight, third(bias, number))
-        shape = numbers(fact(projected).shape)
-        split = build(reshape, projected, [*shape[:-1], num_heads, width // num_heads])
+        split = build(reshape, projected, [*build.sizes(projected)[:-1], num_heads, width // num_heads])
         order = [1, 0, 2] if rank == 2 else [0, 2, 1, 3] if batch_first else [1, 2, 0, 3]
         return build(permute, split, order)
 
@@ -321,8 +323,7 @@ def multi_head_attention(
     key, value = (_with_positions(build, operand, own, add_zero_attn) for operand, own in ((key, bias_k), (value, bias_v)))
     attended, weights = attend(build, query, key, value, mask, 1 / math.sqrt(width // num_heads), dropout_p)
     joined = build(permute, attended, [1, 0, 2] if rank == 2 else [0, 2, 1, 3] if batch_first else [2, 0, 1, 3])
-    shape = numbers(fact(joined).shape)
-    result = build(linear, build(reshape, joined, [*shape[:-2], width]), out_weight, out_bias)
+    result = build(linear, build(reshape, joined, [*build.sizes(joined)[:-2], width]), out_weight, out_bias)
     if not need_weights or not build.reads(1):
         return result, None
     return result, build(mean, weights, [rank - 2], False) if average_attn_weights else weights

@@ -132,6 +132,18 @@ class Builder:
         for node in nodes:
             graph.tie(node, f"{self.node.name}.{self._ties}")
 
+    def sizes(self, value: fx.Node) -> list[Any]:
+        """Return a tensor's shape for a reshape: numbers, -1 for the first size that varies, and nodes for others."""
+        sizes = self.fact(value).shape
+        first = next((dim for dim, size in enumerate(sizes) if not isinstance(size, int)), None)
+        return [-1 if dim == first else self.size(value, dim) for dim in range(len(sizes))]
+
+    def size(self, value: fx.Node, dim: int) -> int | fx.Node:
+        """Return the size of a tensor's dimension: a number, or the node of one that varies."""
+        size = graph.size_node(value, dim, self.node, self.made_by)
+        self._made += [size] if isinstance(size, fx.Node) else []
+        return size
+
     @staticmethod
     def fact(value: Any) -> TensorFact:
         """Return the shape and dtype of an operand, or of a part."""

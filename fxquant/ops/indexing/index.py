@@ -18,7 +18,7 @@ from fxquant.ops.core.declare import bound, dtype_of, first_reason, fixed, funct
 from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
 from fxquant.ops.core.record import Instead, Own, Same, Trait
 from fxquant.ops.core.samples import ROUNDED, sampled
-from fxquant.ops.movement.shape import MANY_SIZES, interleave, many_sizes, piece, pieces_of, rank_of
+from fxquant.ops.movement.shape import interleave, piece, pieces_of, rank_of, sizes_of
 from fxquant.primitives import selection, shape
 
 FOR_GRADIENTS = ("padding_idx", "scale_grad_by_freq", "sparse")  # arguments of an embedding that do not change its result
@@ -81,28 +81,23 @@ def embedding(
 WHOLE = builtins.slice(None)
 
 
-def _bounds(entry: int | builtins.slice, size: Size) -> tuple[int, int, int]:
-    """Return (start, stop, step) of an index entry; nonnegative if `size` does not depend on the batch size."""
+def _bounds(entry: int | builtins.slice, size: Size) -> tuple[Any, Any, int]:
+    """Return (start, stop, step) of an index entry, numbers or nodes; nonnegative if `size` and bounds do not vary."""
     if isinstance(entry, int):
         entry = builtins.slice(entry, None if entry == -1 else entry + 1)
-    if isinstance(size, int):
+    if isinstance(size, int) and not any(isinstance(bound, fx.Node) for bound in (entry.start, entry.stop)):
         start, stop, step = entry.indices(size)
         return start, max(start, stop), step
     start, stop, step = entry.start, entry.stop, entry.step
     return start or 0, shape.UNBOUNDED if stop is None else stop, step or 1
 
 
-def _indexed_sizes(index: list[Any], sizes: Sequence[Size]) -> list[int]:
-    """Return the shape of the result, with -1 for a size that depends on the batch."""
-    remaining = iter(sizes)
-    result = []
-    for entry in index:
-        size = 1 if entry is None else next(remaining)
-        if isinstance(entry, builtins.slice):
-            result.append(len(range(*entry.indices(size))) if isinstance(size, int) else -1)
-        elif not isinstance(entry, int):
-            result.append(1 if entry is None else len(entry))
-    return result
+def _sliced(entry: Any, size: Size) -> Size:
+    """Return the size that an entry leaves of a dimension; one that varies stands for all that vary."""
+    if not isinstance(entry, int | builtins.slice):
+        return len(entry)
+    bounds = _bounds(entry, size)
+    return len(range(*bounds)) if isinstance(size, int) and not any(isinstance(bound, fx.Node) for bound in bounds) else BatchDim()
 
 
 def places_of(c: Call) -> str:
@@ -240,13 +235,14 @@ def _by_lists(input: fx.Node, entries: list[Any]) -> dict[str, Any] | str | Inst
 
 def _refuses_getitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     index = arguments["index"]
+    if is_parameter(arguments["input"]):
+        return "none of its operands is an activation"
     entries = zip([entry for entry in index if entry is not None], shape_of(arguments["input"]), strict=True)
     reason = next((reason for reason in itertools.starmap(_refuses_entry, entries) if reason is not None), None)
     if reason is not None:
         return reason
-    if sum(not isinstance(entry, int | builtins.slice | None) for entry in index) > 1:
-        return "it indexes several dimensions by lists"
-    return MANY_SIZES if many_sizes(node) and any(entry is None or isinstance(entry, int) for entry in index) else None
+    several = sum(not isinstance(entry, int | builtins.slice | None) for entry in index) > 1
+    return "it indexes several dimensions by lists" if several else None
 
 
 def _keeps_everything(arguments: dict[str, Any]) -> bool:
@@ -261,7 +257,8 @@ def _keeps_everything(arguments: dict[str, Any]) -> bool:
 def _refuses_entry(entry: Any, size: Size) -> str | None:
     """Return why an index of a dimension of this size has no integer form."""
     if isinstance(entry, builtins.slice):
-        plain = all(bound is None or isinstance(bound, int) for bound in (entry.start, entry.stop, entry.step))
+        bounds = [fact(bound) if isinstance(bound, fx.Node) else bound for bound in (entry.start, entry.stop, entry.step)]
+        plain = all(bound is None or isinstance(bound, int | BatchDim) for bound in bounds) and not isinstance(bounds[2], BatchDim)
         return None if plain else "the bounds of its index are computed"
     if isinstance(entry, bool):
         return "its index is a mask"
@@ -368,6 +365,7 @@ def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
     },
     traits=frozenset({Trait.VIEWS}),
     moves=True,
+    reads=("index",),
     idle=_keeps_everything,
     refuses=_refuses_getitem,
     demand=Same(),
@@ -391,5 +389,7 @@ def getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Quantized
             chosen = torch.as_tensor(entry, dtype=torch.int64, device=lowering.device) % known_size(size)
             value = selected(lowering, value, dim, chosen)
     if any(entry is None or isinstance(entry, int) for entry in index):
-        value = lowering.call(shape.reshape, value, _indexed_sizes(index, input.shape))
+        sizes = iter(sizes_of(lowering, value, [_sliced(entry, size) for entry, size in entries]))
+        left = [(entry, 1 if entry is None else next(sizes)) for entry in index]
+        value = lowering.call(shape.reshape, value, [size for entry, size in left if not isinstance(entry, int)])
     return input.with_value(value)

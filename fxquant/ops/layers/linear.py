@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from fxquant.ir.graph import largest_size
 from fxquant.lowering.lowering import named_parameters
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, INT48_MAX, accumulator_bound
 from fxquant.ops.core import FOLDED, BatchDim, Call, Clamp, Instead, Lowering, Quantized, Ratio, Trait, is_parameter, sampled
@@ -95,8 +96,8 @@ def _refuses_matmul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         return "one of its operands is not a tensor"
     if min(len(left), len(right)) < 2:
         return "one of its operands is a vector"
-    terms, weighted = left[-1], is_parameter(arguments["other"]) and len(right) == 2
-    if not isinstance(terms, int):
+    terms, weighted = largest_size(left[-1]), is_parameter(arguments["other"]) and len(right) == 2
+    if terms is None:
         return "it sums over the batch, whose size is not fixed"
     if not weighted and terms >= LARGEST_PRODUCT:
         return f"its sum of {terms} terms may exceed 2^31"
@@ -153,7 +154,7 @@ def matmul(
     if isinstance(input, Tensor):
         input = lowering.quantize_constant(input, "input")
     long = min(input.dtype.bits, other.dtype.bits) > 8  # two int16 operands have accumulators of 48 bits
-    bound = float(input.shape[-1]) * input.grid.magnitude * other.grid.magnitude  # type: ignore[arg-type]
+    bound = float(largest_size(input.shape[-1]) or 0) * input.grid.magnitude * other.grid.magnitude
     largest = lowering.prove(bound, "the sum", INT48_MAX if long else INT32_MAX)
     if largest >= FLOAT32_EXACT:
         lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed in float64")

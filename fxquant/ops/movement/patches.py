@@ -14,7 +14,7 @@ from fxquant.ops.core import Call, Lowering, Own, Quantized, Ratio, Same, known_
 from fxquant.ops.core.declare import fixed, fixed_sizes, with_batch
 from fxquant.ops.core.matrix import onnx_matrices, weighted_sums
 from fxquant.ops.core.weighted import sizes
-from fxquant.ops.movement.shape import numbers, rank_of, result_varying
+from fxquant.ops.movement.shape import rank_of, result_varying, sizes_of
 from fxquant.ops.pooling.pool import needs_batch
 from fxquant.primitives import shape
 
@@ -183,7 +183,7 @@ def unfold_dimension(lowering: Lowering, input: Quantized, dimension: int, size:
     """Return every window of one dimension, in place of it, the elements of a window along a new last dimension: Tensor.unfold."""
     rank, starts = len(input.shape), range(0, known_size(input.shape[dimension]) - size + 1, step)
     value = selected(lowering, input.value, dimension, [start + tap for start in starts for tap in range(size)])
-    split = numbers(input.shape)
+    split = sizes_of(lowering, value, input.shape)
     split[dimension : dimension + 1] = [len(starts), size]
     order = [dim for dim in range(rank + 1) if dim != dimension + 1]
     return input.with_value(lowering.call(shape.permute, lowering.call(shape.reshape, value, split), [*order, dimension + 1]))

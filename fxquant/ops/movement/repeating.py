@@ -1,5 +1,6 @@
 """Repeating a tensor along dimensions: expand, repeat, and broadcasting; cat and stack."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops.core import ALIGNED, EXACT, Builder, Call, Lowering, Quantized, Size, TensorFact, Trait, lowered, sampled
 from fxquant.ops.core.declare import Branch, listed, needs, on_the_output, real
 from fxquant.ops.core.record import Demand, Own, Plain, Same
-from fxquant.ops.movement.shape import numbers, one_varying, rank_of, result_varying
+from fxquant.ops.movement.shape import rank_of, sizes_of
 from fxquant.primitives import shape
 
 
@@ -111,10 +112,10 @@ def expand(lowering: Lowering, input: Quantized | Tensor, sizes: list[Any]) -> A
     return _of(lowering, input, lambda value: lowering.call(shape.expand, value, sizes), lambda: expand(input, sizes))
 
 
-def _tiled(lowering: Lowering, value: Any, sizes: list[int], repeats: list[Any]) -> Any:
-    new = len(repeats) - len(sizes)
-    if new:
-        value = lowering.call(shape.reshape, value, [*[1] * new, *sizes])
+def _tiled(lowering: Lowering, value: Any, sizes: Callable[[Any], list[Any]], repeats: list[Any]) -> Any:
+    old = sizes(value)
+    if len(repeats) > len(old):
+        value = lowering.call(shape.reshape, value, [*[1] * (len(repeats) - len(old)), *old])
     if any(count != 1 for count in repeats):
         value = lowering.call(shape.tile, value, repeats)
     return value
@@ -132,10 +133,6 @@ def _onnx_repeat(c: Call) -> str:
     return c.do("Tile", value, _repeats_of(c, "repeats"))
 
 
-def _refuses_new(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return one_varying(node, arguments) if len(arguments["repeats"]) > rank_of(arguments["input"]) else None
-
-
 @lowered(
     "tile",
     operands=("input",),
@@ -147,7 +144,7 @@ def _refuses_new(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     idle=lambda arguments: True,
     refuses=(
         needs("its result is empty", lambda arguments: all(isinstance(count, fx.Node) or count > 0 for count in arguments["repeats"])),
-        *(_refuses_parameter, _refuses_new),
+        _refuses_parameter,
     ),
     onnx=_onnx_repeat,
     demand=_demanded_by,
@@ -156,7 +153,7 @@ def _refuses_new(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 @sampled("{P(4, 5)}.repeat(x.size(0), 2, 1)")
 def repeat(lowering: Lowering, input: Quantized | Tensor, repeats: list[Any]) -> Any:
     """Return the whole tensor this many times along each dimension, new ones in front."""
-    sizes = numbers(input.shape)
+    sizes = functools.partial(sizes_of, lowering, shape=input.shape)
     return _of(lowering, input, lambda value: _tiled(lowering, value, sizes, repeats), lambda: repeat(input, repeats))
 
 
@@ -267,7 +264,7 @@ def _onnx_stack(c: Call) -> str:
     demand=lambda node, arguments: DEMAND,
     traits=frozenset({Trait.COLLECTS}),
     moves=True,
-    refuses=(_refuses_cat, result_varying),
+    refuses=_refuses_cat,
     onnx=_onnx_stack,
 )
 @sampled("stack([x, y], 1)", "stack((y, x, y), dim=-1)")
@@ -278,6 +275,9 @@ def stack(lowering: Lowering, tensors: list[Branch], dim: int = 0) -> Any:
     """
     first = next(tensor for tensor in tensors if isinstance(tensor, Quantized))
     position = dim % (len(first.shape) + 1)
-    sizes = numbers(first.shape)
-    sizes.insert(position, 1)
-    return _concatenated(lowering, tensors, position, lambda part: lowering.call(shape.reshape, part, sizes), torch.stack)
+
+    def widened(part: Any) -> Any:
+        sizes = sizes_of(lowering, part, first.shape)
+        return lowering.call(shape.reshape, part, [*sizes[:position], 1, *sizes[position:]])
+
+    return _concatenated(lowering, tensors, position, widened, torch.stack)

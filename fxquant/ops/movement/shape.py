@@ -34,11 +34,10 @@ def numbers(sizes: Sequence[Size]) -> list[int]:
     return plain
 
 
-def sizes_at_run_time(value: fx.Node, before: fx.Node) -> list[Any]:
-    """Return a tensor's shape for a reshape: numbers, -1 for the first size that varies, and nodes for further ones."""
-    shape = shape_of(value)
+def sizes_of(lowering: Lowering, value: Any, shape: Sequence[Size]) -> list[Any]:
+    """Return the shape of a value for a reshape: numbers, -1 for the first size that varies, and others read at run time."""
     first = next((dim for dim, size in enumerate(shape) if not isinstance(size, int)), None)
-    return [-1 if dim == first else size_node(value, dim, before) for dim in range(len(shape))]
+    return [size if isinstance(size, int) else -1 if dim == first else lowering.size(value, dim) for dim, size in enumerate(shape)]
 
 
 def many_sizes(node: fx.Node) -> bool:
@@ -286,11 +285,12 @@ def roll(lowering: Lowering, input: Quantized, shifts: list[int], dims: list[int
 def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[int], order: list[int], joined: list[int]) -> Quantized:
     """Split the last `trailing` dimensions into the sizes `split`, permute the sizes by `order`, and merge to the sizes `joined`.
 
-    The dimensions before them are flattened into one, so that no more than one size depends on the batch.
+    The dimensions before them are flattened into one, so that no more than one size varies.
     """
+    before = sizes_of(lowering, input.value, input.shape[: len(input.shape) - trailing])
     value = lowering.call(shape.reshape, input.value, [-1, *split])
     value = lowering.call(shape.permute, value, [0, *(position + 1 for position in order)])
-    return input.with_value(lowering.call(shape.reshape, value, [*numbers(input.shape[: len(input.shape) - trailing]), *joined]))
+    return input.with_value(lowering.call(shape.reshape, value, [*before, *joined]))
 
 
 def _refuses(start: int) -> tuple[Guard, Guard]:

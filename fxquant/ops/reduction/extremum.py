@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.ir.graph import largest_size
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import Grid
 from fxquant.ops.core import NORMED, Builder, Call, Instead, Ratio, Same, Trait, fact, lowered, register
@@ -27,9 +28,8 @@ def _refuses_amax(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     sizes = fact(arguments["input"]).shape
     if not sizes:
         return NO_DIMENSIONS
-    if not are_fixed(sizes[d] for d in _reduced(len(sizes), arguments["dim"])):
-        return "it reduces the batch, whose size is not fixed"
-    return "two of its sizes depend on the batch" if sum(not isinstance(size, int) for size in sizes) > 1 else None
+    bounded = all(largest_size(sizes[d]) is not None for d in _reduced(len(sizes), arguments["dim"]))
+    return None if bounded else "it reduces the batch, whose size is not fixed"
 
 
 def _axes(c: Call) -> list[int] | None:
@@ -55,6 +55,8 @@ def amax(lowering: Lowering, input: Quantized, dim: Any = (), keepdim: bool = Fa
     Move the dimensions to the end and pool them as one window, on the operand's own scale.
     """
     reduced = _reduced(len(input.shape), dim)
+    if sum(not isinstance(size, int) for size in input.shape) > 1 or not are_fixed(input.shape[d] for d in reduced):
+        return input.with_value(lowering.call(selection.greatest, input.value, reduced, keepdim))
     others = [d for d in range(len(input.shape)) if d not in reduced]
     lengths: list[int] = [input.shape[d] for d in reduced]  # type: ignore[misc]
     count = math.prod(lengths)

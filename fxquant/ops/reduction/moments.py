@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.ir.graph import largest_size
 from fxquant.ops.core import WIDE, Builder, Instead, Trait, composite, fact
 from fxquant.ops.core import numbers as numeric
 from fxquant.ops.core.declare import COMPUTED, NO_DIMENSIONS, settings_of, shape_of
@@ -77,7 +78,7 @@ def refuses_reduction(input: Any, dims: list[int]) -> str | None:
     sizes = shape_of(input)
     if not sizes:
         return "its operand is not a tensor" if sizes is None else NO_DIMENSIONS
-    return None if all(isinstance(sizes[d], int) for d in dims) else "it reduces the batch, whose size is not fixed"
+    return None if all(largest_size(sizes[d]) is not None for d in dims) else "it reduces the batch, whose size is not fixed"
 
 
 def _spread(name: str, dims: str, root: bool) -> Iterator[Callable[..., Tensor]]:
