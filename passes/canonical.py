@@ -556,14 +556,12 @@ def _moved(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: 
 
 
 def _joined(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
-    """Rewrite a concatenation or stack of integers (widened to int64) or booleans; None if the result depends on the batch twice."""
+    """Rewrite a concatenation or stack of integers (widened to int64) or booleans."""
     node_fact, dim = fact(node), arguments["dim"]
     tensors = [value if node_fact.dtype == torch.bool else wide(value, build) for value in arguments["tensors"]]
     if operator.function is stack:
         dim %= len(node_fact.shape)
-        shapes = [numbers(fact(value).shape) for value in tensors]
-        if any(shape.count(-1) > 1 for shape in shapes):
-            return None
+        shapes = [build.sizes(value) for value in tensors]
         tensors = [build.host(reshape, value, [*sizes[:dim], 1, *sizes[dim:]]) for value, sizes in zip(tensors, shapes, strict=True)]
     return _narrow(node, WHOLE["cat"], {"tensors": tensors, "dim": dim}, build)
 

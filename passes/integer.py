@@ -6,6 +6,7 @@
 The calls are those that the prepared operator makes in state VALIDATE; here they are recorded as nodes.
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,10 @@ from torch import Tensor, fx
 from fxquant.errors import StageViolation
 from fxquant.ir.functional import stopped
 from fxquant.ir.graph import (
+    POINTS,
+    BatchDim,
     TensorFact,
+    at_point,
     attach,
     fact,
     inherit,
@@ -122,6 +126,13 @@ class GraphLowering(Lowering):
         size = inherit(self.graph.call_method("size", (value, dim)), self.node, "integer.lower")
         set_fact(size, fact(value).shape[dim])
         return size
+
+    def times(self, size: Any, number: int) -> Any:
+        if isinstance(size, int):
+            return size * number
+        product = inherit(self.graph.call_function(operator.mul, (size, number)), self.node, "integer.lower")
+        set_fact(product, BatchDim.between(*(at_point(fact(size), point) * number for point in POINTS)))
+        return product
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> fx.Node:
         if role in self.constants:

@@ -164,6 +164,10 @@ class Lowering:
         """Return the size of a value's dimension at run time: a number, or a node in a graph."""
         return self.computed(value).shape[dim]
 
+    def times(self, size: Any, number: int) -> Any:
+        """Return the product of a size and a number: a number, or a node in a graph."""
+        return size * number
+
     def once(self, role: str, compute: Callable[[], Found]) -> Found:
         """Return what `compute` returns, a function of parameters and scales alone. Here: it is called each time."""
         return compute()

@@ -40,6 +40,7 @@ from fxquant.primitives import (
     product,
     quantization,
     resize,
+    resizing,
     runtime_scales,
     sampling,
     scatter,
@@ -52,7 +53,7 @@ from fxquant.primitives.record import BY_NAME, POINTWISE, PRIMITIVES, Emitter, P
 
 __all__ = [
     "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison", "counted",
-    "elementwise", "pool", "position", "primitive", "product", "quantization", "resize", "role_of",
+    "elementwise", "pool", "position", "primitive", "product", "quantization", "resize", "resizing", "role_of",
     "runtime_scales", "sampling", "scatter", "selection", "shape", "transposed", "whole",
 ]  # fmt: skip
 

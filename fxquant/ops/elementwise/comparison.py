@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.ir.graph import largest_size
 from fxquant.numerics.grids import BOUNDARY_LIMIT, Grid, Ratio
 from fxquant.ops.core import Lowering, Plain, Quantized, Same, TensorFact, Trait, fact, is_parameter, lowered
-from fxquant.ops.core.declare import Branch, are_fixed, dtype_of, is_finite, on_the_output, real
+from fxquant.ops.core.declare import Branch, dtype_of, is_finite, on_the_output, real
 from fxquant.ops.core.samples import ALIGNED, sample, sampled, written
 from fxquant.ops.elementwise.whole import WHOLE, alike
 from fxquant.primitives import comparison, selection
@@ -180,7 +181,8 @@ def _refuses_truth(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if not sizes:
         return "its operand is a single boolean without dimensions"
     reduced = dim if isinstance(dim, list | tuple) else [dim]
-    return None if dim is not None and are_fixed(sizes[d] for d in reduced) else "it reduces the batch"
+    bounded = dim is not None and all(largest_size(sizes[d]) is not None for d in reduced)
+    return None if bounded else "it reduces the batch"
 
 
 def _truth(every: bool, *texts: str) -> Callable[..., Tensor]:

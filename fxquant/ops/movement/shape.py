@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.ir.graph import fact, shape_of, size_node
+from fxquant.ir.graph import fact, largest_size, shape_of, size_node
 from fxquant.ops.core import BatchDim, Instead, Lowering, Quantized, Same, Size, TensorFact, Trait, known_size, selected
 from fxquant.ops.core.casting import CASTS, asked_dtype, changed, in_dtype
-from fxquant.ops.core.declare import Guard, fixed_along, fixed_sizes, function_and_method, known_sizes, listed, lowered
+from fxquant.ops.core.declare import Guard, fixed_along, fixed_sizes, function_and_method, known_sizes, listed, lowered, needs
 from fxquant.ops.core.declare import numbers as numeric
 from fxquant.ops.core.samples import LIMITED, sample, sampled
 from fxquant.ops.elementwise.unary import raised
@@ -282,7 +282,7 @@ def roll(lowering: Lowering, input: Quantized, shifts: list[int], dims: list[int
     return input.with_value(value)
 
 
-def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[int], order: list[int], joined: list[int]) -> Quantized:
+def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[Any], order: list[int], joined: list[Any]) -> Quantized:
     """Split the last `trailing` dimensions into the sizes `split`, permute the sizes by `order`, and merge to the sizes `joined`.
 
     The dimensions before them are flattened into one, so that no more than one size varies.
@@ -293,22 +293,35 @@ def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[
     return input.with_value(lowering.call(shape.reshape, value, [*before, *joined]))
 
 
+def _trailing(lowering: Lowering, input: Quantized, count: int) -> list[Any]:
+    """Return the last sizes, numbers or read at run time."""
+    rank = len(input.shape)
+    return [size if isinstance(size, int) else lowering.size(input.value, dim) for dim, size in enumerate(input.shape)][rank - count :]
+
+
 def _refuses(start: int) -> tuple[Guard, Guard]:
-    """Refuse an operator that rearranges a dimension, from the dimension `start` on, whose size depends on the batch."""
-    return fixed_sizes("it rearranges the batch", start=start), result_varying
+    """Refuse an operator that rearranges channels, dimension `start`, of a number that varies, or a batch after it."""
+    first = f"the size of dimension {start} is not fixed"
+    bounded = needs("it rearranges the batch", lambda arguments: None not in map(largest_size, shape_of(arguments["input"])[start:]))
+    return bounded, needs(first, lambda arguments: isinstance(shape_of(arguments["input"])[start], int))
 
 
 @lowered(demand=Same(), carries=("input",), refuses=_refuses(-3), samples=(sample(input=(8, 2, 3), upscale_factor=2),))
 def pixel_shuffle(lowering: Lowering, input: Quantized, upscale_factor: int) -> Quantized:
     """Channels moved into blocks of `upscale_factor`² pixels."""
     factor = upscale_factor
-    channels, height, width = known_sizes(input.shape[-3:])
+    channels, height, width = _trailing(lowering, input, 3)
     channels //= factor * factor
-    joined = [channels, height * factor, width * factor]
+    joined = [channels, lowering.times(height, factor), lowering.times(width, factor)]
     return _rearrange(lowering, input, 3, [channels, factor, factor, height, width], [0, 3, 1, 4, 2], joined)
 
 
-@lowered(demand=Same(), carries=("input",), refuses=_refuses(-3), samples=(sample(input=(3, 6, 6), downscale_factor=3),))
+@lowered(
+    demand=Same(),
+    carries=("input",),
+    refuses=fixed_sizes("it rearranges sizes that vary", start=-3),
+    samples=(sample(input=(3, 6, 6), downscale_factor=3),),
+)
 def pixel_unshuffle(lowering: Lowering, input: Quantized, downscale_factor: int) -> Quantized:
     """Blocks of `downscale_factor`² pixels moved into channels."""
     factor = downscale_factor
@@ -321,7 +334,7 @@ def pixel_unshuffle(lowering: Lowering, input: Quantized, downscale_factor: int)
 @lowered("native_channel_shuffle", demand=Same(), carries=("input",), refuses=_refuses(1), samples=(sample(input=(6, 2, 2), groups=2),))
 def channel_shuffle(lowering: Lowering, input: Quantized, groups: int) -> Quantized:
     """Return the channels of `groups` groups in turn."""
-    channels, *spatial = known_sizes(input.shape[1:])
+    channels, *spatial = _trailing(lowering, input, len(input.shape) - 1)
     order = [1, 0, *range(2, 2 + len(spatial))]
     split = [groups, channels // groups, *spatial]
     return _rearrange(lowering, input, len(input.shape) - 1, split, order, [channels, *spatial])

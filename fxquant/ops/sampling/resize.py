@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.graph import fact, shape_of
+from fxquant.ir.graph import fact, largest_size, shape_of
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT
 from fxquant.ops.core import IMAGES, NORMED, Call, Lowering, Own, Quantized, Ratio, Same, Trait, matrix, sample, selected
-from fxquant.ops.core.declare import are_fixed, bound, fixed_sizes, lowered, one_of, settings_of
+from fxquant.ops.core.declare import are_fixed, bound, lowered, one_of, settings_of
 from fxquant.ops.core.matrix import Row, fixed_point, fraction_bits, onnx_matrices, weighted_sums
 from fxquant.ops.pooling.adaptive import lower_means, onnx_means
-from fxquant.primitives import resize
+from fxquant.primitives import resize, resizing
 
 NEAREST = ("nearest", "nearest-exact")
 LINEAR = ("linear", "bilinear")
@@ -27,7 +27,7 @@ OWN_GRID = ("trilinear", "bicubic", "area")
 FLOAT64_EXACT = 2**53
 HALF = Fraction(1, 2)
 STEPPED_BITS = 8  # of a position's fraction that weigh, where positions are stepped through
-SYMBOLIC_SIZE = "the size of its input or output depends on the batch size"
+SYMBOLIC_SIZE = "the size of its input or output varies, and is not computed by a line of the model"
 Axis = tuple[int, int | None, float | None]  # the length, the wanted one, or the factor
 
 
@@ -164,7 +164,33 @@ def _plain_sizes(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | s
         factors = list(factors) if isinstance(factors, list | tuple) else [factors] * len(result)
         plain = all(isinstance(factor, int | float) for factor in factors)
         return {**arguments, "scale_factor": factors} if plain else "its scale factor is computed"
-    return {**arguments, "size": list(result)} if are_fixed(result) else SYMBOLIC_SIZE
+    written = arguments["size"] if isinstance(arguments["size"], list | tuple) else [arguments["size"]] * len(result)
+    sizes = [size if isinstance(size, int) else each for size, each in zip(result, written, strict=True)]
+    return {**arguments, "size": sizes} if all(isinstance(size, int | fx.Node) for size in sizes) else SYMBOLIC_SIZE
+
+
+def _refuses_sizes(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """Refuse sizes that vary where weights are not computed at run time."""
+    if are_fixed(shape_of(arguments["input"])[2:]) and are_fixed(shape_of(node)[2:]):
+        return None
+    if arguments["mode"] in OWN_GRID or arguments["antialias"] or any(largest_size(size) is None for size in shape_of(node)[2:]):
+        return f"it is resized to sizes that vary, which mode={arguments['mode']!r} takes no weights for"
+    return None if all(map(resizing.fits, arguments["scale_factor"] or ())) else "its factor is not a quotient of small numbers"
+
+
+def _lower_varying(
+    lowering: Lowering, input: Quantized, size: Sequence[Any] | None, scale_factor: list[float] | None, mode: str, align_corners: bool
+) -> Quantized:
+    """Resize to sizes that vary."""
+    factors: list[Any] = scale_factor or [None] * len(input.shape[2:])
+    wanted = size or [None] * len(factors)
+    if mode in NEAREST:
+        return input.with_value(lowering.call(resizing.resize_nearest_to, input.value, wanted, factors, mode != "nearest"))
+    stepped, places = lowering.arithmetic.resize_positions, lowering.arithmetic.resize_fraction_bits
+    bits, floors = STEPPED_BITS if stepped else places, lowering.arithmetic.resize_floors
+    largest = float(input.grid.magnitude * 2 ** (bits * len(factors)))
+    rest = factors, align_corners, bits, places if stepped else 0, floors
+    return input.with_value(lowering.call(resizing.resize_linear_to, input.value, wanted, *rest, largest >= FLOAT32_EXACT))
 
 
 def _onnx_interpolate(c: Call) -> str:
@@ -204,10 +230,8 @@ def _factor(old: Any, new: Any) -> float:
     keeps=lambda arguments, after, bits: after if arguments["mode"] in NEAREST else EVERYTHING,  # what is averaged matters whole
     traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
     normalize=_plain_sizes,
-    refuses=(
-        one_of("mode", *NEAREST, *LINEAR, *OWN_GRID, because=lambda mode: f"mode={mode!r} has no integer form"),
-        fixed_sizes(SYMBOLIC_SIZE, start=2),
-    ),
+    refuses=(one_of("mode", *NEAREST, *LINEAR, *OWN_GRID, because=lambda mode: f"mode={mode!r} has no integer form"), _refuses_sizes),
+    reads=("size",),
     onnx=_onnx_interpolate,
     demand=lambda node, arguments: Own() if arguments["mode"] in OWN_GRID or arguments["antialias"] else Same(),
     samples=(
@@ -224,6 +248,8 @@ def interpolate(
     align_corners: bool | None = None, antialias: bool = False,
 ) -> Quantized:  # fmt: skip
     """Return the tensor resized over its spatial dimensions, to `size` or by `scale_factor`."""
+    if not are_fixed((*input.shape[2:], *(size or ()))):
+        return _lower_varying(lowering, input, size, scale_factor, mode, bool(align_corners))
     axes = _axes(input.shape, size, scale_factor)
     if mode in NEAREST:
         return _lower_nearest(lowering, input, axes, mode)

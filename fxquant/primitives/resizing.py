@@ -1,0 +1,236 @@
+"""Resizing to sizes that vary: places and weights are computed from the sizes where the model runs, by integers alone but for "nearest".
+
+A size is an int, or in a graph a node; None stands for the length times a factor, rounded down. Sources lie at (i + ½) p / q - ½, where
+p / q is the length over the new size, or one over a given factor; with `align_corners` at i (length - 1) / (size - 1).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, exact_below, need, primitive, union
+from fxquant.primitives.resize import resize_linear
+
+Step = Sequence[int] | None
+FRACTION_BITS = 8  # of a position's fraction that weigh, where positions are stepped through
+
+
+def fits(factor: float | None) -> bool:
+    """Return whether positions for this factor are computed within 64 bits."""
+    return max(_step(factor) or [0]) < 2**20
+
+
+def _step(factor: float | None) -> Step:
+    return None if factor is None else (1 / Fraction(factor)).as_integer_ratio()
+
+
+def _sizes(input: Tensor, sizes: list[int | None], factors: list[float | None]) -> list[int]:
+    lengths = input.shape[-len(sizes) :]
+    rows = zip(lengths, sizes, factors, strict=True)
+    return [math.floor(length * (factor or 1)) if size is None else size for length, size, factor in rows]
+
+
+def _onnx_sizes(e: Emitter, input: str, sizes: list[Any], factors: list[float | None]) -> tuple[list["_Ints"], list["_Ints"]]:
+    """Return the lengths of the last dimensions, and the new sizes."""
+    shape, lengths, wanted = e.node("Shape", input), [], []
+    for dim, (size, factor) in enumerate(zip(sizes, factors, strict=True)):
+        lengths.append(_Ints(e, e.node("Gather", shape, e.constant(dim - len(sizes), torch.int64), axis=0)))
+        if size is None:
+            scaled = e.node("Mul", e.node("Cast", lengths[-1].name, to=torch.float64), e.constant(factor or 1.0, torch.float64))
+            size = e.node("Cast", e.node("Floor", scaled), to=torch.int64)
+        wanted.append(ints(e, size))
+    return lengths, wanted
+
+
+class _Ints:
+    """Arithmetic on int64 scalars and vectors as ONNX operators; Python's and torch's operators do the same."""
+
+    def __init__(self, e: Emitter, name: str) -> None:
+        self.e, self.name = e, name
+
+    def _with(self, operator: str, other: Any, swapped: bool = False) -> "_Ints":
+        names = (self.name, ints(self.e, other).name)
+        return _Ints(self.e, self.e.node(operator, *(names[::-1] if swapped else names)))
+
+    def __add__(self, other: Any) -> "_Ints":
+        return self._with("Add", other)
+
+    def __sub__(self, other: Any) -> "_Ints":
+        return self._with("Sub", other)
+
+    def __rsub__(self, other: Any) -> "_Ints":
+        return self._with("Sub", other, swapped=True)
+
+    def __mul__(self, other: Any) -> "_Ints":
+        return self._with("Mul", other)
+
+    def __floordiv__(self, other: Any) -> "_Ints":  # of numbers that are not negative
+        return self._with("Div", other)
+
+    def __mod__(self, other: Any) -> "_Ints":
+        return self._with("Mod", other)
+
+    def at_least(self, other: Any) -> "_Ints":
+        return self._with("Max", other)
+
+    def at_most(self, other: Any) -> "_Ints":
+        return self._with("Min", other)
+
+    def chosen(self, condition: str, other: Any) -> "_Ints":
+        """Return these numbers where the condition holds, else the others."""
+        return _Ints(self.e, self.e.node("Where", condition, self.name, ints(self.e, other).name))
+
+
+class _Tensors(_Ints):
+    """The same arithmetic on int64 tensors."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+    def _with(self, operator: str, other: Any, swapped: bool = False) -> "_Tensors":
+        this, that = self.value, other.value if isinstance(other, _Tensors) else torch.as_tensor(other, device=self.value.device)
+        return _Tensors(_ON_TENSORS[operator](*((that, this) if swapped else (this, that))))
+
+    def chosen(self, condition: Any, other: Any) -> "_Tensors":
+        return _Tensors(torch.where(condition, self.value, other.value))
+
+
+_ON_TENSORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Div": torch.floor_divide, "Mod": torch.remainder,
+    "Max": torch.maximum, "Min": torch.minimum,
+}  # fmt: skip
+
+
+def ints(e: Emitter, value: Any) -> _Ints:
+    """Return a number, or the name of one, as an int64 scalar of ONNX."""
+    if isinstance(value, _Ints):
+        return value
+    return _Ints(e, value if isinstance(value, str) else e.constant(value, torch.int64))
+
+
+def _neighbours(outputs: Any, length: Any, size: Any, step: Step, align_corners: bool, bits: int, places: int) -> tuple[Any, Any]:
+    """Return for every output the index of its first neighbour, and the weight of the second in units of 2^-bits.
+
+    With `places`, positions are stepped through in units of 2^-places. See ARITHMETIC.md, section 9.
+    """
+    p, q = (length, size) if step is None else step
+    if align_corners:
+        p, q = length - 1, (size - 1).at_least(1)
+    last = length - 1
+    if places:
+        stride = p * 2**places // q
+        start = 0 if align_corners else (stride + 2**places) // 2 - 2**places
+        place = (outputs * stride + start).at_least(0).at_most(last * 2**places)
+        first, second = place // 2**places, place % 2**places // 2 ** (places - bits)
+        return first, second * (last - first).at_most(1)
+    over = outputs * p * 2 if align_corners else (outputs * (p * 2) + p - q).at_least(0)
+    below = q * 2
+    first = (over // below).at_most(last)
+    rest = over - first * below
+    up, down = ((each * 2 ** (bits + 1) + below) // (below * 2) for each in (rest, below - rest))
+    half = rest * 2 // (below + 1)  # 1 where the second neighbour is nearer
+    return first, (up * (1 - half) + (2**bits - down) * half) * (last - first).at_most(1)
+
+
+def _matrix(length: int, size: int, step: Step, align_corners: bool, bits: int, places: int, device: torch.device) -> Tensor:
+    outputs, *both = (_Tensors(torch.as_tensor(each, device=device)) for each in (range(size), length, size))
+    first, second = (each.value for each in _neighbours(outputs, *both, step, align_corners, bits, places))
+    weights = torch.zeros(size, length, dtype=torch.float32, device=device)
+    weights.scatter_(1, first.unsqueeze(1), (2**bits - second).float().unsqueeze(1))
+    return weights.scatter_add_(1, (first + 1).clamp_max(length - 1).unsqueeze(1), second.float().unsqueeze(1))
+
+
+def _onnx_matrix(
+    e: Emitter, length: _Ints, size: _Ints, width: torch.dtype, step: Step, align_corners: bool, bits: int, places: int
+) -> str:
+    first, second = _neighbours(_outputs(e, size), length, size, step, align_corners, bits, places)
+    columns = e.node("Unsqueeze", _outputs(e, length).name, e.constant([0]))
+    zero, parts = e.constant(0, torch.int64), []
+    for place, weight in ((first, 2**bits - second), ((first + 1).at_most(length - 1), second)):
+        here = e.node("Equal", e.node("Unsqueeze", place.name, e.constant([1])), columns)
+        parts.append(e.node("Where", here, e.node("Unsqueeze", weight.name, e.constant([1])), zero))
+    return e.node("Cast", e.node("Add", *parts), to=width)
+
+
+def _outputs(e: Emitter, size: _Ints) -> _Ints:
+    return _Ints(e, e.node("Range", e.constant(0, torch.int64), size.name, e.constant(1, torch.int64)))
+
+
+def _onnx_linear(
+    e: Emitter, input: str, sizes: list[Any], factors: list[Any], align_corners: bool, bits: int, places: int, floors: bool, wide: bool
+) -> str:
+    dtype, width = e.dtype(input), torch.float64 if wide else torch.float32
+    axes = zip(*_onnx_sizes(e, input, sizes, factors), map(_step, factors), strict=True)
+    matrices = [_onnx_matrix(e, length, size, width, step, align_corners, bits, places) for length, size, step in axes]
+    value = e.node("MatMul", e.node("Cast", input, to=width), e.node("Transpose", matrices[-1], perm=[1, 0]))
+
+    def rounded(value: str, count: int) -> str:
+        value = e.node("Mul", e.node("Round", value), e.constant(2.0 ** (-bits * count), width))
+        return e.node("Floor", value if floors else e.node("Add", value, e.constant(0.5, width)))
+
+    if len(sizes) > 1:
+        value = e.node("MatMul", matrices[0], rounded(value, 1) if floors else value)
+    return e.node("Cast", rounded(value, 1 if floors else len(sizes)), to=dtype)
+
+
+def _bounds_linear(input: Value, sizes: list[Any], factors: list[Any], bits: int, wide: bool, **_: Any) -> Range:
+    need(input.largest * 2 ** (bits * len(sizes)) < exact_below(wide), "its interpolated sum is not exact")
+    need(all(map(fits, factors)), "its positions do not fit in 64 bits")
+    return Range(input.low.min(), input.high.max())
+
+
+@primitive(_onnx_linear, bounds=_bounds_linear, chip_bits=8, zero_point=ZeroPoint.EQUIVARIANT)
+def resize_linear_to(
+    input: Tensor,
+    sizes: list[int | None],
+    factors: list[float | None],
+    align_corners: bool,
+    bits: int,
+    places: int,
+    floors: bool,
+    wide: bool,
+) -> Tensor:
+    """Compute `resize_linear` of the last one or two dimensions to these sizes, with weights in units of 2^-bits."""
+    axes = zip(input.shape[-len(sizes) :], _sizes(input, sizes, factors), map(_step, factors), strict=True)
+    *rows, columns = [_matrix(*axis, align_corners, bits, places, input.device) for axis in axes]
+    if not floors:
+        return resize_linear(input, rows[0] if rows else None, columns, bits, wide)
+    value = resize_linear(input, None, columns, bits, False, False)
+    return resize_linear(value, rows[0], None, bits, False, False) if rows else value
+
+
+def _onnx_nearest(e: Emitter, input: str, sizes: list[Any], factors: list[float | None], exact: bool) -> str:
+    real = torch.float32
+    for axis, (length, count, factor) in enumerate(zip(*_onnx_sizes(e, input, sizes, factors), factors, strict=True)):
+        outputs = _outputs(e, count)
+        ratio = e.node("Div", *(e.node("Cast", each.name, to=real) for each in (length, count)))
+        step = ratio if factor is None else e.constant(1.0 / factor, real)
+        position = e.node("Cast", outputs.name, to=real)
+        position = e.node("Add", position, e.constant(0.5)) if exact else position
+        places = _Ints(e, e.node("Cast", e.node("Floor", e.node("Mul", position, step)), to=torch.int64)).at_most(length - 1)
+        if not exact:
+            places = (outputs // 2).chosen(e.node("Equal", count.name, (length * 2).name), places)
+            places = outputs.chosen(e.node("Equal", count.name, length.name), places)
+        input = e.node("Gather", input, places.name, axis=axis + 2)
+    return input
+
+
+@primitive(_onnx_nearest, bounds=lambda input, **_: union(input), zero_point=ZeroPoint.EQUIVARIANT)
+def resize_nearest_to(input: Tensor, sizes: list[int | None], factors: list[float | None], exact: bool) -> Tensor:
+    """Return the nearest elements along the dimensions after the channels, for these sizes: PyTorch's own choice in float32.
+
+    With `exact`, the choice is that of "nearest-exact". A factor replaces the quotient of size and length.
+    """
+    for axis, (size, factor) in enumerate(zip(_sizes(input, sizes, factors), factors, strict=True)):
+        length, outputs = input.shape[axis + 2], torch.arange(size, device=input.device)
+        ratio = torch.tensor([length, size], dtype=torch.float32, device=input.device)
+        step = ratio[0] / ratio[1] if factor is None else torch.full_like(ratio[0], 1.0 / factor)
+        places = ((outputs.float() + (0.5 if exact else 0.0)) * step).floor().long().clamp_max(length - 1)
+        if not exact and size in (length, 2 * length):
+            places = outputs // (size // length)
+        input = input.index_select(axis + 2, places)
+    return input
