@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fxquant.accuracy.states import freeze, qparams, set_qparams, set_state
     from fxquant.analysis.explain import explain
     from fxquant.analysis.text import text
-    from fxquant.api import calibrate, check, convert, dump, export_onnx, load, prepare, quantize, save
+    from fxquant.api import at_sizes, calibrate, check, convert, dump, export_onnx, load, prepare, quantize, save
     from fxquant.errors import FxQuantError
     from fxquant.frontend import trace, wrap
     from fxquant.options import Options
@@ -39,17 +39,58 @@ if TYPE_CHECKING:
     from fxquant.target import Target
 
 __all__ = [
-    "ActivationConfig", "FxQuantError", "Options", "QConfig", "QConfigMapping", "State", "Target", "WeightConfig", "__version__", "board",
-    "calibrate", "check", "compare", "convert", "dump", "errors", "estimate", "explain", "export", "export_onnx", "extend", "freeze",
-    "inspect", "load", "load_qconfig", "nn", "observers", "prepare", "primitives", "qparams", "quantize", "report", "results", "save",
-    "save_qconfig", "search", "set_qparams", "set_state", "text", "trace", "tune", "tuning", "verify", "wrap",
+    "ActivationConfig",
+    "FxQuantError",
+    "Options",
+    "QConfig",
+    "QConfigMapping",
+    "State",
+    "Target",
+    "WeightConfig",
+    "__version__",
+    "at_sizes",
+    "board",
+    "calibrate",
+    "check",
+    "compare",
+    "convert",
+    "dump",
+    "errors",
+    "estimate",
+    "explain",
+    "export",
+    "export_onnx",
+    "extend",
+    "freeze",
+    "inspect",
+    "load",
+    "load_qconfig",
+    "nn",
+    "observers",
+    "prepare",
+    "primitives",
+    "qparams",
+    "quantize",
+    "report",
+    "results",
+    "save",
+    "save_qconfig",
+    "search",
+    "set_qparams",
+    "set_state",
+    "text",
+    "trace",
+    "tune",
+    "tuning",
+    "verify",
+    "wrap",
 ]  # fmt: skip
 
 # The module of each public name; a module is imported when its first name is used.
 _FROM = {
     "fxquant.analysis.explain": "explain",
     "fxquant.analysis.text": "text",
-    "fxquant.api": "calibrate check convert dump export_onnx load prepare quantize save",
+    "fxquant.api": "at_sizes calibrate check convert dump export_onnx load prepare quantize save",
     "fxquant.accuracy.states": "freeze qparams set_qparams set_state",
     "fxquant.errors": "FxQuantError",
     "fxquant.frontend": "trace wrap",

@@ -137,7 +137,10 @@ def _batch_sizes(integer: fx.GraphModule) -> tuple[int, ...]:
 def _dynamic_shapes(integer: fx.GraphModule) -> tuple[dict[int, Any] | None, ...]:
     limits = noted_limits(integer.graph)
     batch = torch.export.Dim("batch", min=limits.smallest, max=limits.largest or LARGEST_BATCH)
-    return tuple(
-        {dim: batch for dim, size in enumerate(each.shape) if isinstance(size, BatchDim)} if isinstance(each, TensorFact) else None
-        for each in map(fact, integer.graph.find_nodes(op="placeholder"))
-    )
+    shapes = []
+    for node in integer.graph.find_nodes(op="placeholder"):
+        sizes = enumerate(fact(node).shape) if isinstance(fact(node), TensorFact) else ()
+        shapes.append(
+            {dim: batch if size.largest is None else torch.export.Dim.AUTO for dim, size in sizes if isinstance(size, BatchDim)} or None
+        )
+    return tuple(shapes)

@@ -367,6 +367,7 @@ def _reduce_form(primitive: Any, document: str, expression: str) -> None:
 
 _reduce_form(primitives.pool.sum, "Section 15: Σ q over dimensions.", "total + q")
 _reduce_form(primitives.selection.least, "The smallest element along dimensions.", "k == 0 || q < total ? q : total")
+_reduce_form(primitives.selection.greatest, "The largest element along dimensions.", "k == 0 || q > total ? q : total")
 _reduce_form(primitives.scatter.count, "How many elements hold.", "total + (q != 0)")
 
 

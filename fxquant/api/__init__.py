@@ -8,7 +8,7 @@ quantizing    `quantize`: all of these in one call
 """
 
 from fxquant.api.files import dump, export_onnx, load, save
-from fxquant.api.preparing import calibrate, check, convert, prepare
+from fxquant.api.preparing import at_sizes, calibrate, check, convert, prepare
 from fxquant.api.quantizing import Result, quantize
 
-__all__ = ["Result", "calibrate", "check", "convert", "dump", "export_onnx", "load", "prepare", "quantize", "save"]
+__all__ = ["Result", "at_sizes", "calibrate", "check", "convert", "dump", "export_onnx", "load", "prepare", "quantize", "save"]

@@ -16,6 +16,7 @@ from fxquant.analysis.explain import Findings, broken_limits, findings, summary
 from fxquant.analysis.layers import layers
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import attach_call_hooks, moved_by_forward, random_by_forward, trace, untrained_here
+from fxquant.frontend.inputs import input_check
 from fxquant.ir.carried import SETTINGS, refuse_changes
 from fxquant.ir.graph import TensorFact, copy_parameters, fact, module_path, noise, source, stage_of
 from fxquant.ir.integer import set_channel_exponents
@@ -26,10 +27,11 @@ from fxquant.options import DEFAULTS, Options
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.passes.rewriting import attributes
 from fxquant.pipeline import Context, Dial, Pass, check_until, run, with_own
-from fxquant.prepared.batches import as_batches
+from fxquant.prepared.batches import as_batches, model_inputs
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.hooks import attach_hooks
 from fxquant.prepared.operators import quantized_operators
+from fxquant.prepared.sizes import with_fixed_sizes
 from fxquant.prepared.stage import Stage, quantized_operator
 from fxquant.prepared.undo import Snapshot, having, inside_operators, tensors_of
 from fxquant.quantization.spec import DEFAULT, QConfig, QConfigMapping, State, as_mapping, attached_qconfigs
@@ -283,6 +285,20 @@ def _interrupted(prepared: fx.GraphModule, batches: int) -> str:
         f"calibration was stopped after {batches} batch{'es' * (batches > 1)}, which it has observed; otherwise the model is {state};"
         " fxq.calibrate with the other batches, or with [] if there are none, ends as one call would"
     )
+
+
+@checked()
+def at_sizes(model: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
+    """Return a copy of a prepared or integer model that takes inputs of the example's sizes alone, in batches of any size.
+
+    Chips and C programs have one size: export this copy. Its results are those of `model` for inputs of these sizes, bit for bit.
+    Raises ConfigurationError or CalibrationError for an example that `model` does not take.
+    """
+    inputs = model_inputs(model, example_inputs, finite=False)
+    input_check(model)(model, tuple(inputs), {})
+    fixed = with_fixed_sizes(model, inputs)
+    attach_call_hooks(fixed)
+    return fixed
 
 
 # ---- Convert a prepared model to its integer model -------------------------------------------------------------------

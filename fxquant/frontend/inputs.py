@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -331,7 +332,7 @@ def _sizes(leaves: list[Any], marks: list[list[tuple[int, Any]]]) -> Sizes:
             _refuse(f"the example has size {size} where {key!r} goes from {smallest} to {largest}")
         unnamed = f"size_{key[0]}" if isinstance(key, tuple) else ""
         taken = any(other.name == unnamed for other in others)
-        name = key if isinstance(key, str) else f"{unnamed}_{size}" if taken else unnamed
+        name = re.sub(r"\W", "_", key) if isinstance(key, str) else f"{unnamed}_{size}" if taken else unnamed
         asked = isinstance(key, str) or any(isinstance(entry, _HINT) and entry.type.name == "DYNAMIC" for entry in declared)
         others.append(VaryingSize(name, size, smallest, largest, asked=asked, dims=tuple((leaf, dim) for leaf, dim, _ in places)))
     return Sizes(batch, tuple(others))
@@ -673,8 +674,7 @@ def _described(node: fx.Node) -> Input:
 
 def note_sizes(node: fx.Node, leaf: int, sizes: Sizes) -> None:
     """Note on an input the sizes that vary besides the batch."""
-    entries = [
-        [dim, other.name, other.smallest, other.largest, other.step] for other in sizes.others for at, dim in other.dims if at == leaf
-    ]
-    if entries:
-        notes(node)[graph.SIZES] = entries
+    places = [(dim, other) for other in sizes.others for at, dim in other.dims if at == leaf]
+    if places:
+        entries = (f"{dim}:{other.name}:{other.smallest}:{other.largest}:{other.step}" for dim, other in places)
+        notes(node)[graph.SIZES] = " ".join(entries)

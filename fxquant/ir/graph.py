@@ -10,6 +10,7 @@ import copy
 import functools
 import keyword
 import operator
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -153,12 +154,14 @@ def by_name(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:
     return dict(zip((str(node.target) for node in module.graph.find_nodes(op="placeholder")), inputs, strict=True))
 
 
-SIZES = "sizes"  # in the notes of an input
+SIZES = "sizes"  # in the notes of an input: "2:height:1:512:32", dimension, name, smallest, largest and step, for each with a space between
+SIZE = re.compile(r"(\d+):(\w+):(\d+):(\d+):([1-9]\d*)")
 
 
 def sizes_of_input(node: fx.Node) -> dict[int, tuple[str, int, int, int]]:
     """Return name, smallest and largest value, and step of each size of an input that varies besides the batch, by dimension."""
-    return {dim: (name, smallest, largest, step) for dim, name, smallest, largest, step in noted(node, SIZES) or ()}
+    entries = [SIZE.fullmatch(entry) for entry in (noted(node, SIZES) or "").split()]
+    return {int(entry[1]): (entry[2], int(entry[3]), int(entry[4]), int(entry[5])) for entry in entries if entry is not None}
 
 
 def set_matched_rules(node: fx.Node, *rules: Any) -> None:

@@ -49,11 +49,18 @@ class CopyLowering(Lowering):
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         return value.detach().to("cpu", dtype).contiguous()
 
+    def size(self, value: Any, dim: int) -> Any:
+        raise ReadsSize
+
     def result(self, exact: Callable[[], Any], real: Callable[[], Tensor], to: Any = None) -> Quantized:
         return plainly(exact(), ())
 
 
 _NO_ARITHMETIC = Arithmetic("none")
+
+
+class ReadsSize(Exception):
+    """A copy reads a size that varies, for which a step has no name."""
 
 
 def steps_of(node: fx.Node, parameter: Callable[[fx.Node], Tensor | None]) -> Steps | None:
@@ -80,6 +87,9 @@ def steps_of(node: fx.Node, parameter: Callable[[fx.Node], Tensor | None]) -> St
     operands = map_operands(operator, arguments, operand)
     rest = {name: fx.map_arg(value, other) for name, value in arguments.items() if name not in operator.operands}
     lowering = CopyLowering(node.name)
-    result = operator.lower(lowering, **{**operands, **rest})
+    try:
+        result = operator.lower(lowering, **{**operands, **rest})
+    except ReadsSize:
+        return None
     value = result.value if isinstance(result, Quantized) else result
     return Steps(lowering.calls, value) if isinstance(value, Step | fx.Node) else None

@@ -4,7 +4,6 @@ A size is an int, or in a graph a node; None stands for the length times a facto
 p / q is the length over the new size, or one over a given factor; with `align_corners` at i (length - 1) / (size - 1).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, exact_below, need, primitive, union
 from fxquant.primitives.resize import resize_linear
+from fxquant.primitives.shape import select
 
 Step = Sequence[int] | None
 FRACTION_BITS = 8  # of a position's fraction that weigh, where positions are stepped through
@@ -28,10 +28,15 @@ def _step(factor: float | None) -> Step:
     return None if factor is None else (1 / Fraction(factor)).as_integer_ratio()
 
 
-def _sizes(input: Tensor, sizes: list[int | None], factors: list[float | None]) -> list[int]:
-    lengths = input.shape[-len(sizes) :]
+def _scaled(length: Any, factor: float | None) -> Any:
+    """Return a length times a factor, rounded down; exact, since `fits` admits quotients by small powers of two alone."""
+    p, q = _step(factor) or (1, 1)
+    return length * q // p
+
+
+def _sizes(lengths: Sequence[int], sizes: list[int | None], factors: list[float | None]) -> list[int]:
     rows = zip(lengths, sizes, factors, strict=True)
-    return [math.floor(length * (factor or 1)) if size is None else size for length, size, factor in rows]
+    return [_scaled(length, factor) if size is None else size for length, size, factor in rows]
 
 
 def _onnx_sizes(e: Emitter, input: str, sizes: list[Any], factors: list[float | None]) -> tuple[list["_Ints"], list["_Ints"]]:
@@ -39,10 +44,7 @@ def _onnx_sizes(e: Emitter, input: str, sizes: list[Any], factors: list[float | 
     shape, lengths, wanted = e.node("Shape", input), [], []
     for dim, (size, factor) in enumerate(zip(sizes, factors, strict=True)):
         lengths.append(_Ints(e, e.node("Gather", shape, e.constant(dim - len(sizes), torch.int64), axis=0)))
-        if size is None:
-            scaled = e.node("Mul", e.node("Cast", lengths[-1].name, to=torch.float64), e.constant(factor or 1.0, torch.float64))
-            size = e.node("Cast", e.node("Floor", scaled), to=torch.int64)
-        wanted.append(ints(e, size))
+        wanted.append(_scaled(lengths[-1], factor) if size is None else ints(e, size))
     return lengths, wanted
 
 
@@ -195,7 +197,7 @@ def resize_linear_to(
     wide: bool,
 ) -> Tensor:
     """Compute `resize_linear` of the last one or two dimensions to these sizes, with weights in units of 2^-bits."""
-    axes = zip(input.shape[-len(sizes) :], _sizes(input, sizes, factors), map(_step, factors), strict=True)
+    axes = zip(input.shape[-len(sizes) :], _sizes(input.shape[-len(sizes) :], sizes, factors), map(_step, factors), strict=True)
     *rows, columns = [_matrix(*axis, align_corners, bits, places, input.device) for axis in axes]
     if not floors:
         return resize_linear(input, rows[0] if rows else None, columns, bits, wide)
@@ -225,7 +227,7 @@ def resize_nearest_to(input: Tensor, sizes: list[int | None], factors: list[floa
 
     With `exact`, the choice is that of "nearest-exact". A factor replaces the quotient of size and length.
     """
-    for axis, (size, factor) in enumerate(zip(_sizes(input, sizes, factors), factors, strict=True)):
+    for axis, (size, factor) in enumerate(zip(_sizes(input.shape[2:], sizes, factors), factors, strict=True)):
         length, outputs = input.shape[axis + 2], torch.arange(size, device=input.device)
         ratio = torch.tensor([length, size], dtype=torch.float32, device=input.device)
         step = ratio[0] / ratio[1] if factor is None else torch.full_like(ratio[0], 1.0 / factor)
@@ -234,3 +236,21 @@ def resize_nearest_to(input: Tensor, sizes: list[int | None], factors: list[floa
             places = outputs // (size // length)
         input = input.index_select(axis + 2, places)
     return input
+
+
+def weights(primitive: Any, lengths: Sequence[int], sizes: list[Any], factors: list[Any], *rest: Any) -> list[tuple[Any, ...]]:
+    """Return the primitives with constants that compute one of these for fixed sizes, and their arguments after the operand."""
+    device = torch.device("cpu")
+    wanted = _sizes(lengths, sizes, factors)
+    if primitive is resize_nearest_to:
+        axes = enumerate(zip(lengths, wanted, factors, strict=True))
+        return [
+            (select, axis + 2, resize_nearest_to(torch.arange(length).reshape(1, 1, -1), [size], [factor], *rest).flatten())
+            for axis, (length, size, factor) in axes
+        ]
+    align_corners, bits, places, floors, wide = rest
+    rows = zip(lengths, wanted, map(_step, factors), strict=True)
+    *above, columns = [_matrix(*row, align_corners, bits, places, device).to(torch.int32) for row in rows]
+    if not floors:
+        return [(resize_linear, above[0] if above else None, columns, bits, wide)]
+    return [(resize_linear, None, columns, bits, False, False), *((resize_linear, each, None, bits, False, False) for each in above)]

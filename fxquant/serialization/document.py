@@ -19,7 +19,7 @@ from fxquant.frontend.inputs import CallSignature, is_signature
 from fxquant.frontend.result import ReturnInTraining
 from fxquant.frontend.tracer import ReturnForm, is_form
 from fxquant.ir.carried import Carried
-from fxquant.ir.graph import Annotation, Part, TensorFact, fact, inferred, on_meta, resolve, spelling, stage_of
+from fxquant.ir.graph import SIZE, SIZES, Annotation, Part, TensorFact, fact, inferred, on_meta, resolve, spelling, stage_of
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, operation
 from fxquant.ir.model import CALLS, CARRIED, Model, replace_graph
 from fxquant.ops import MODULES, Fixed, Own, Same
@@ -352,6 +352,8 @@ def _node_meta(content: dict[str, Any]) -> dict[str, Any]:
             raise Malformed(f"{name} holds values other than names")
     if not all(type(item) in (str, int, float, bool, NoneType) for item in meta.get("notes", {}).values()):
         raise Malformed("notes hold values other than numbers and sentences")
+    if not all(map(SIZE.fullmatch, meta.get("notes", {}).get(SIZES, "").split())):
+        raise Malformed("the sizes of an input are not described by name, bounds and step")
     return meta
 
 
