@@ -18,7 +18,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import MinMaxObserver
 from fxquant.serialization import pack, unpack
 from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, calibrated, same_state
-from tests.shared.networks import Network, to_train, written
+from tests.shared.networks import Network, members, to_train, written
 
 pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
 
@@ -29,19 +29,13 @@ def block() -> Any:
     return written(lambda m, x: m.relu(m.bn(m.conv(x)) + x), conv=nn.Conv2d(4, 4, 3, padding=1), bn=nn.BatchNorm2d(4), relu=nn.ReLU())
 
 
-class Fused(nn.Module):
+@members(lambda: dict(stem=nn.Conv2d(2, 4, 1), block=block(), head=nn.Conv2d(12, 2, 1), limit=nn.Hardtanh(-0.5, 0.5)))
+def Fused(self, x: Tensor) -> Tensor:
     """A fused residual, a function, a clamp, a concatenation, and a pooling on its operand's scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.block, self.head = nn.Conv2d(2, 4, 1), block(), nn.Conv2d(12, 2, 1)
-        self.limit = nn.Hardtanh(-0.5, 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        y = self.block(x)
-        z = F.silu(y)
-        return self.head(F.max_pool2d(torch.cat([y, z, self.limit(x)], 1), 2))
+    x = self.stem(x)
+    y = self.block(x)
+    z = F.silu(y)
+    return self.head(F.max_pool2d(torch.cat([y, z, self.limit(x)], 1), 2))
 
 
 def batches() -> list[Tensor]:

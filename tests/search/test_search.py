@@ -25,6 +25,7 @@ from fxquant.search.tune import REMEDIES, Recipe, State
 from fxquant.serialization.qconfig import written
 from tests.shared import networks as shared
 from tests.shared.contract import same_state
+from tests.shared.networks import members
 
 
 class Network(nn.Module):
@@ -408,15 +409,10 @@ def test_tune_tries_what_calibration_corrects_off_and_on(model: nn.Module) -> No
         assert told.endswith("all weights") or not fxq.verify(trial, fxq.convert(work.prepared), batches[:1]), told
 
 
-class Averaged(nn.Module):
+@members(lambda: dict(c=nn.Conv2d(3, 4, 3), d=nn.Conv2d(4, 4, 3), l=nn.Linear(4, 2)))
+def Averaged(self, x: Tensor) -> Tensor:
     """A mean over an image and a linear layer, whose operands a march computes at 8 bits alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.c, self.d, self.l = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(self.d(self.c(x).relu()).reshape(-1, 4, 4, 4).mean((2, 3)))
+    return self.l(self.d(self.c(x).relu()).reshape(-1, 4, 4, 4).mean((2, 3)))
 
 
 @pytest.mark.parametrize(("target", "narrow"), [("bayes-e", {"d", "mean"}), ("nash-e", set())])

@@ -12,6 +12,7 @@ import fxquant as fxq
 from fxquant.accuracy.measure import FloatOutputs, Noise, best_of, is_lower, support
 from fxquant.reporting.effects import noise
 from tests.shared import contract
+from tests.shared.networks import members
 
 HALF = Noise((0.5,), (1.0,))
 WANTED = torch.tensor([3.0, 4.0, 0.0])
@@ -46,16 +47,11 @@ def test_advice_leaves_out_what_is_not_finite_in_either_form_and_outputs_of_zero
 # ---- outputs and their parts -----------------------------------------------------------------------------------------------
 
 
-class Detector(nn.Module):
+@members(lambda: dict(boxes=nn.Conv2d(3, 4, 1), scores=nn.Conv2d(3, 6, 1)))
+def Detector(self, x: Tensor) -> tuple[Tensor, ...]:
     """Boxes in pixels and scores below 1, concatenated and moved, beside another output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.boxes, self.scores = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 6, 1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        result = torch.cat([self.boxes(x) * 100, self.scores(x).sigmoid()], 1)
-        return result.flatten(2).permute(0, 2, 1), x.argmax(1), self.boxes(x).relu().flatten(1)
+    result = torch.cat([self.boxes(x) * 100, self.scores(x).sigmoid()], 1)
+    return result.flatten(2).permute(0, 2, 1), x.argmax(1), self.boxes(x).relu().flatten(1)
 
 
 @pytest.mark.parametrize("target", ["x86", "bayes-e"])

@@ -21,7 +21,7 @@ from fxquant.accuracy.walk import layer_units
 from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
 from tests.shared.contract import compiled, same_state
-from tests.shared.networks import to_train, written
+from tests.shared.networks import members, to_train, written
 
 Method = Callable[..., Any]
 STEPS = 20
@@ -272,18 +272,13 @@ def test_images_are_moved_each_by_its_own_way_and_reflected() -> None:
     assert torch.equal(distill._shifted(tiny, torch.ones(2, 2)), tiny)
 
 
-class Masked(nn.Module):
+@members(lambda: dict(inputs=nn.Linear(16, 48), outputs=nn.Linear(16, 16), head=nn.Linear(16, 10)))
+def Masked(self, x: Tensor, mask: Tensor) -> Tensor:
     """An attention with a mask that is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs, self.outputs, self.head = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 10)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        query, key, value = self.inputs(x).reshape(len(x), -1, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        result: Tensor = self.head(self.outputs(attended.transpose(1, 2).reshape(x.shape)))
-        return result
+    query, key, value = self.inputs(x).reshape(len(x), -1, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    result: Tensor = self.head(self.outputs(attended.transpose(1, 2).reshape(x.shape)))
+    return result
 
 
 @pytest.mark.nightly
