@@ -17,39 +17,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
+from fxquant import ops
 from fxquant.analysis.explain import Limits
 from fxquant.analysis.measures import Site
-from fxquant.ir.graph import (
-    TensorFact,
-    annotate,
-    annotation,
-    computes_tensor,
-    fact,
-    is_parameter,
-    parameter_value,
-    part,
-    reads_shape_only,
-    refusal,
-    refuse,
-    ties,
-)
+from fxquant.ir import graph as facts
+from fxquant.ir.graph import TensorFact
 from fxquant.numerics.grids import EVERYTHING
-from fxquant.ops import (
-    Fixed,
-    Operator,
-    Own,
-    Trait,
-    calls,
-    carried,
-    copies,
-    demand,
-    matters,
-    operands_of,
-    operator_of,
-    read_nodes,
-    shares,
-    traits_of,
-)
+from fxquant.ops import Fixed, Operator, Own, Trait
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.normalization.channels import batch_norm
 from fxquant.passes.rewriting import decide, is_named, keep_in_float, result_config
@@ -64,9 +38,9 @@ def separate(gm: fx.GraphModule, context: Context) -> int:
     for node in gm.graph.nodes:
         if node not in leaving:
             continue
-        operator = operator_of(node)
+        operator = ops.operator_of(node)
         assert operator is not None
-        before = [operand for operand in operands_of(node) if operand in separated]
+        before = [operand for operand in ops.operands_of(node) if operand in separated]
         because = f"it only passes on the values of %{before[0].name}, which is in float" if before else _why(gm, node, operator)
         if because is not None:
             keep_in_float(node, because, context, on_host=True)
@@ -79,44 +53,44 @@ def _leaving(graph: fx.Graph) -> set[fx.Node]:
     ends: set[fx.Node] = set()
     nodes: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.op == "output" or reads_shape_only(node):
+        if node.op == "output" or facts.reads_shape_only(node):
             ends.add(node)
             continue
         if not all(user in ends for user in node.users):
             continue
-        if is_quantized(node) and copies(node) and not is_named(node):
+        if is_quantized(node) and ops.copies(node) and not is_named(node):
             if not decide(node).asked or result_config(node).fixed_scale is None:  # else it has the grid that a rule gives it
                 nodes.add(node)
                 ends.add(node)
-        elif computes_tensor(node) and not is_integer(node):
+        elif facts.computes_tensor(node) and not is_integer(node):
             ends.add(node)
     return nodes
 
 
 def _why(gm: fx.GraphModule, node: fx.Node, operator: Operator) -> str | None:
     """Return why a node whose result only outputs read stays in float; None if one scale suits all its operands."""
-    if shares(node):
+    if ops.shares(node):
         return None
     if not operator.operands:
         return "it converts integers to float, and only outputs of the model read the result"
     ranges = len(set(_ranges(gm, node)))
-    if ranges and not operands_of(node) and not read_nodes(operator, operator.arguments(node)):
+    if ranges and not ops.operands_of(node) and not ops.read_nodes(operator, operator.arguments(node)):
         return "it copies constants, and only outputs of the model read them"
     return "only outputs of the model read its parts, each on a different grid" if ranges > 1 else None
 
 
 def _ranges(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
     """Yield the sources of the grids of the elements that a node copies: tensors, constants and numbers. Zero is on every grid."""
-    operator = operator_of(node)
+    operator = ops.operator_of(node)
     assert operator is not None
     arguments = operator.arguments(node)
-    for name in carried(operator):
+    for name in ops.carried(operator):
         value = arguments.get(name)
         for each in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(each, fx.Node):
                 yield from [float(each)] if each else []
-            elif is_parameter(each):
-                constant = parameter_value(gm, each)
+            elif facts.is_parameter(each):
+                constant = facts.parameter_value(gm, each)
                 yield from [each] if not isinstance(constant, Tensor) or bool(constant.any()) else []
             else:
                 yield from _origins(gm, each)
@@ -124,13 +98,13 @@ def _ranges(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
 
 def _origins(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
     """Yield the sources of a node's scale: nodes whose range determines it, names of ties, or a constant scale."""
-    demanded = demand(node)
-    if copies(node) and is_quantized(node):
+    demanded = ops.demand(node)
+    if ops.copies(node) and is_quantized(node):
         yield from _ranges(gm, node)
     elif isinstance(demanded, Fixed):
         yield demanded
     else:
-        yield min(ties(node), default=node)
+        yield min(facts.ties(node), default=node)
 
 
 # ---- Sums of last layers --------------------------------------------------------------------------------------------
@@ -160,18 +134,18 @@ def keep_float(gm: fx.GraphModule, context: Context) -> int:
     if integer:
         return 0
     for node in reversed(gm.graph.nodes):
-        passes = copies(node) or _is_function(node, context)
-        if node.op == "output" or reads_shape_only(node) or (passes and leaving.issuperset(node.users)):
+        passes = ops.copies(node) or _is_function(node, context)
+        if node.op == "output" or facts.reads_shape_only(node) or (passes and leaving.issuperset(node.users)):
             leaving.add(node)
     sums, in_float = set[fx.Node](), set[fx.Node]()
     for node in gm.graph.nodes:
-        read = set(operands_of(node))
+        read = set(ops.operands_of(node))
         if _is_sum_of(node, read, sums, context):
             sums.add(node)
         if node in leaving and not (in_float | sums if _saturates(node) else in_float).isdisjoint(read):
             in_float.add(node)
-            if not copies(node):
-                refuse(node, IN_FLOAT, on_host=True)
+            if not ops.copies(node):
+                facts.refuse(node, IN_FLOAT, on_host=True)
                 context.say(f"%{node.name} stays in float: {IN_FLOAT}")
     return len(in_float)
 
@@ -188,12 +162,12 @@ def keep_sums(gm: fx.GraphModule, context: Context) -> int:
             large = context.target.roofline is not None and _elements(node) > inputs
             dtype = _widened(node, LARGE if large else SUM, large, limits, context)
         else:
-            moved = operands_of(node)[0]
+            moved = ops.operands_of(node)[0]
             dtype = wide.get(moved)
             if dtype == SUM:
                 keep_in_float(node, f"it only passes on the 32-bit sum of %{moved.name}", context, on_host=True)
             elif dtype is not None:
-                annotate(node, replace(annotation(node), dtype=dtype))  # type: ignore[arg-type, type-var]
+                facts.annotate(node, replace(facts.annotation(node), dtype=dtype))  # type: ignore[arg-type, type-var]
         if dtype is not None:
             wide[node] = dtype
     return len(wide)
@@ -201,20 +175,20 @@ def keep_sums(gm: fx.GraphModule, context: Context) -> int:
 
 def _widened(node: fx.Node, dtype: str, large: bool, limits: Limits, context: Context) -> str | None:
     """Annotate a layer with a dtype, and return it; or with the reason against it, and return None."""
-    operator, before = operator_of(node), annotation(node)
+    operator, before = ops.operator_of(node), facts.annotation(node)
     assert operator is not None
     assert before is not None
     site = Site(node, operator, operator.arguments(node))
     broken = limits.broken(site)
     size = ", and it has more elements than the inputs" if large else ""
     because = f"{'with its own scale, 16 bits wide' if large else 'its sum, with a scale for each channel'}: {READ_ONCE}{size}"
-    annotate(node, replace(before, dtype=dtype, because=because))
+    facts.annotate(node, replace(before, dtype=dtype, because=because))
     against = [each.sentence for each in limits.broken(site) if each not in broken]
     if dtype in context.target.activations and not against:
         context.say(f"%{node.name} is {dtype}: {READ_ONCE}{size}")
         return dtype
     against = against or ["it has more elements than the inputs" if large else f"{context.target.name} has no {dtype}"]
-    annotate(node, replace(before, because=f"{before.because}; its sum is not returned: {against[0]}"))
+    facts.annotate(node, replace(before, because=f"{before.because}; its sum is not returned: {against[0]}"))
     return None
 
 
@@ -222,7 +196,7 @@ def _leaving_sums(graph: fx.Graph, context: Context) -> set[fx.Node]:
     """Return the layers whose sums only float operators read, with the operators that only move such a sum to its readers."""
     layers: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if not is_quantized(node) or part(node) is not None or not node.users or decide(node).output not in context.open:
+        if not is_quantized(node) or facts.part(node) is not None or not node.users or decide(node).output not in context.open:
             continue
         if all((user in layers and not _is_sum(user)) or not is_integer(user) for user in node.users) and (_is_sum(node) or _moves(node)):
             layers.add(node)
@@ -231,38 +205,45 @@ def _leaving_sums(graph: fx.Graph, context: Context) -> set[fx.Node]:
 
 def _is_sum(node: fx.Node) -> bool:
     """Return whether a node is a layer's sum without a clamp, whose scale no other tensor shares."""
-    return Trait.SUMS in traits_of(node) and demand(node) == Own() and not ties(node) and node.kwargs.get("clamp") is None
+    return Trait.SUMS in ops.traits_of(node) and ops.demand(node) == Own() and not facts.ties(node) and node.kwargs.get("clamp") is None
 
 
 def _moves(node: fx.Node) -> bool:
-    return shares(node) and copies(node) and len(operands_of(node)) == 1 and not is_named(node)
+    return ops.shares(node) and ops.copies(node) and len(ops.operands_of(node)) == 1 and not is_named(node)
 
 
 def _elements(node: fx.Node) -> int:
     """Return the product of a tensor's sizes, without sizes that depend on the batch: elements per sample; 0 if it is not a tensor."""
-    node_fact = fact(node)
+    node_fact = facts.fact(node)
     return math.prod(size for size in node_fact.shape if isinstance(size, int)) if isinstance(node_fact, TensorFact) else 0
 
 
 def _is_function(node: fx.Node, context: Context) -> bool:
     """Return whether a node is a function of one tensor, without a rule that gives it a grid, and small enough for the host."""
-    tensor = fact(node)
-    if refusal(node) is not None or not isinstance(tensor, TensorFact) or tensor.dtype != torch.float32 or len(operands_of(node)) != 1:
+    tensor = facts.fact(node)
+    if (
+        facts.refusal(node) is not None
+        or not isinstance(tensor, TensorFact)
+        or tensor.dtype != torch.float32
+        or len(ops.operands_of(node)) != 1
+    ):
         return False
-    if traits_of(node).isdisjoint({Trait.ELEMENTWISE, Trait.SOFTMAX, Trait.AFFINE}) or decide(node).output not in context.open:
+    if ops.traits_of(node).isdisjoint({Trait.ELEMENTWISE, Trait.SOFTMAX, Trait.AFFINE}) or decide(node).output not in context.open:
         return False
     return context.target.roofline is None or _elements(node) <= MOST_ELEMENTS
 
 
 def _saturates(node: fx.Node) -> bool:
     """Return whether a node is a softmax, or a function, other than a clamp, with a limit at both ends."""
-    return Trait.SOFTMAX in traits_of(node) or (not calls(node, clamp) and all(map(math.isfinite, matters(node, EVERYTHING, False, 8))))
+    return Trait.SOFTMAX in ops.traits_of(node) or (
+        not ops.calls(node, clamp) and all(map(math.isfinite, ops.matters(node, EVERYTHING, False, 8)))
+    )
 
 
 def _is_sum_of(node: fx.Node, read: set[fx.Node], sums: set[fx.Node], context: Context) -> bool:
     """Return whether a node's result is a layer's sum: a layer, a movement of such sums, or a batch norm or addition fused into it."""
-    if copies(node):
+    if ops.copies(node):
         return bool(read) and sums.issuperset(read)
-    if Trait.SUMS in traits_of(node):
+    if Trait.SUMS in ops.traits_of(node):
         return decide(node).output in context.open
-    return (calls(node, batch_norm) or Trait.ADDS in traits_of(node)) and not sums.isdisjoint(read)
+    return (ops.calls(node, batch_norm) or Trait.ADDS in ops.traits_of(node)) and not sums.isdisjoint(read)
