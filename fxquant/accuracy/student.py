@@ -23,20 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant.accuracy import walk
 from fxquant.accuracy.measure import is_real
-from fxquant.accuracy.walk import (
-    Lesson,
-    Unit,
-    Values,
-    bound_arguments,
-    by_channel,
-    constant_weight,
-    is_weighted,
-    operator_at,
-    real_result,
-    run,
-    weight_of,
-)
+from fxquant.accuracy.walk import Lesson, Unit, Values
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, clamped, straight_through
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.prepared.undo import Snapshot
@@ -107,10 +96,10 @@ class Student:
     def __init__(self, lesson: Lesson, settings: Settings, seed: int) -> None:
         self.lesson, self.settings, self.unit, self.prepared = lesson, settings, lesson.unit, lesson.prepared
         self.generator = torch.Generator().manual_seed(seed)
-        operators = ((node, operator_at(self.prepared, node)) for node in self.unit.nodes)
+        operators = ((node, walk.operator_at(self.prepared, node)) for node in self.unit.nodes)
         self.operators = {node: operator for node, operator in operators if operator is not None and not operator.left_out}
         self.shares: dict[fx.Node, Tensor] = {}
-        weights = {node: constant_weight(self.prepared, node, self.operators[node]) for node in self.unit.weighted}
+        weights = {node: walk.constant_weight(self.prepared, node, self.operators[node]) for node in self.unit.weighted}
         self.choices = {node: _Choice(tuple(weight.shape)) for node, weight in weights.items()}
         quantizers = _movable(self.prepared, self.operators.values()) if settings.scales else []
         self.starts = {quantizer: quantizer.current().detach().clone() for quantizer in quantizers}
@@ -158,11 +147,11 @@ class Student:
         for node in self.unit.nodes:
             operator = self.operators.get(node)
             if operator is None or operator.plain:
-                values[node] = run(self.prepared, node, values, exact=False)
+                values[node] = walk.run(self.prepared, node, values, exact=False)
                 continue
-            arguments = bound_arguments(node, operator, values)
-            weighted = is_weighted(operator, arguments)
-            real = real_result(operator, arguments) if weighted else run(self.prepared, node, values, exact=False)
+            arguments = walk.bound_arguments(node, operator, values)
+            weighted = walk.is_weighted(operator, arguments)
+            real = walk.real_result(operator, arguments) if weighted else walk.run(self.prepared, node, values, exact=False)
             values[node] = real if self.settings.rounded is None else self._partly(real, self._rounded(real, operator.output))
         return torch.stack([(values[node] - targets[node]).square().mean() for node in self.unit.exits]).sum()
 
@@ -216,7 +205,7 @@ class Student:
 def put_unit(prepared: fx.GraphModule, unit: Unit, learned: Learned) -> None:
     """Put the learned values of a unit into the model."""
     for node in unit.nodes:
-        operator = operator_at(prepared, node)
+        operator = walk.operator_at(prepared, node)
         if operator is None:
             continue
         put(operator, LearnedRounding(learned.get(f"offset/{node.name}"), learned.get(f"share/{node.name}")))
@@ -313,22 +302,22 @@ def search(lesson: Lesson, operators: Mapping[fx.Node, QuantizedOperator]) -> di
     shares: dict[fx.Node, Tensor] = {}
     for node in lesson.unit.nodes:
         for values in real:
-            values[node] = run(lesson.prepared, node, values, exact=False)
+            values[node] = walk.run(lesson.prepared, node, values, exact=False)
         quantizer = operators[node].weight_quantizer if node in lesson.unit.weighted else None
         if quantizer is not None and quantizer.learned is None and not quantizer.power_of_two:  # else the weight does not give its scale
             share = _best(node, operators[node], rounded, real)
             if share is not None:
                 shares[node] = share
         for values in rounded:
-            values[node] = run(lesson.prepared, node, values, exact=True)
+            values[node] = walk.run(lesson.prepared, node, values, exact=True)
     return shares
 
 
 def _best(node: fx.Node, operator: QuantizedOperator, rounded: list[Values], real: list[Values]) -> Tensor | None:
     """Choose, apply and return the shares of one weight, float32 (C,) or (1,); None if the result does not have the weight's channels."""
     quantizer, previous = operator.weight_quantizer, operator.weight_quantizer.coverage
-    arguments = [bound_arguments(node, operator, values) for values in rounded]
-    weight = weight_of(operator, arguments[0])
+    arguments = [walk.bound_arguments(node, operator, values) for values in rounded]
+    weight = walk.weight_of(operator, arguments[0])
     assert weight is not None
     coverage = Coverage(len(weight) if quantizer.per_channel else 1).to(weight.device)
     quantizer.cover(coverage)
@@ -337,8 +326,8 @@ def _best(node: fx.Node, operator: QuantizedOperator, rounded: list[Values], rea
         coverage.share.fill_(share)
         error = torch.zeros(len(weight), dtype=torch.float64, device=weight.device)
         for has, values in zip(arguments, real, strict=True):
-            difference = real_result(operator, has) - values[node]
-            rows = by_channel(difference.double(), len(weight), weight.dim())
+            difference = walk.real_result(operator, has) - values[node]
+            rows = walk.by_channel(difference.double(), len(weight), weight.dim())
             if rows is None:
                 quantizer.cover(previous)
                 return None

@@ -13,17 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxquant.numerics.grids import (
-    SMALLEST_SCALE,
-    WEIGHT_INT8,
-    IntType,
-    accumulator_bound,
-    least_error_scale,
-    power_of_two,
-    round_up_to_power_of_two,
-    scale_from_range,
-    weight_scale,
-)
+from fxquant.numerics import grids
+from fxquant.numerics.grids import SMALLEST_SCALE, WEIGHT_INT8, IntType
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding, clamped
 from fxquant.quantization.learning import LSQ, Method, Remembered, TrainableScale, learned_step
 from fxquant.training import fused_layers
@@ -58,10 +49,10 @@ class WeightScale(TrainableScale):
     def _start(self, weight: Tensor, factor: Tensor, missing: Tensor, dtype: IntType, p: float) -> Tensor:
         """Return the initial values of the missing scales; 1 for all others."""
         if self.base_scale.numel() == 1:
-            scales = least_error_scale(weight, None, dtype, p=p)
+            scales = grids.least_error_scale(weight, None, dtype, p=p)
         else:
             scales = torch.ones_like(self.base_scale)
-            scales[missing] = least_error_scale(weight.detach()[missing], 0, dtype, p=p)
+            scales[missing] = grids.least_error_scale(weight.detach()[missing], 0, dtype, p=p)
         return torch.where(factor > 0, scales / factor, scales)
 
     def factor(self, gain: Tensor | None) -> Tensor:
@@ -235,7 +226,7 @@ class WeightQuantizer(torch.nn.Module):
         """
         scale, own = self._raised(self._scale(weight, gain, keep), least, by_threshold)
         integers = self._rounded(weight, scale, own, gain)
-        return QuantizedWeight(integers, scale, own, accumulator_bound(integers, None, 0, 1))
+        return QuantizedWeight(integers, scale, own, grids.accumulator_bound(integers, None, 0, 1))
 
     def folded(
         self, weight: Tensor, gain: Tensor | None, least: Tensor | None = None, by_threshold: bool = False
@@ -246,7 +237,7 @@ class WeightQuantizer(torch.nn.Module):
             return None
         largest = fused_layers.largest(weight, gain)
         largest = largest if self.per_channel else largest.max().reshape(1)
-        scale, own = self._raised(scale_from_range(-largest, largest, self.dtype), least, by_threshold)
+        scale, own = self._raised(grids.scale_from_range(-largest, largest, self.dtype), least, by_threshold)
         each = scale if scale.numel() == len(weight) else scale.expand(len(weight))
         integers, total = fused_layers.whole(weight, gain, each, self.dtype.low, self.dtype.high)
         return QuantizedWeight(integers, scale, own, total)
@@ -254,7 +245,7 @@ class WeightQuantizer(torch.nn.Module):
     def _raised(self, chosen: Tensor, least: Tensor | None, by_threshold: bool) -> tuple[Tensor, Tensor]:
         """Return the scales `chosen`, raised to at least `least`, and a boolean tensor: which scales were not raised."""
         raised = chosen if least is None else torch.maximum(chosen, least if chosen.numel() > 1 else least.max())
-        scale = round_up_to_power_of_two(raised) if self.power_of_two else raised
+        scale = grids.round_up_to_power_of_two(raised) if self.power_of_two else raised
         return scale * WEIGHT_INT8.high / WEIGHT_INT8.high if by_threshold else scale, raised == chosen
 
     def _scale(self, weight: Tensor, gain: Tensor | None, keep: bool) -> Tensor:
@@ -262,9 +253,9 @@ class WeightQuantizer(torch.nn.Module):
             return self.learned.of(weight, gain, self.dtype, keep, 2.0 if self.p is None else self.p)
         axis = 0 if self.per_channel else None
         if self.p is not None:
-            scale = least_error_scale(weight, axis, self.dtype, p=self.p, power_of_two=self.power_of_two)
+            scale = grids.least_error_scale(weight, axis, self.dtype, p=self.p, power_of_two=self.power_of_two)
         else:
-            scale = weight_scale(weight, axis, self.dtype)
+            scale = grids.weight_scale(weight, axis, self.dtype)
         return scale if self.coverage is None else (scale * self.coverage.share).clamp_min(SMALLEST_SCALE)
 
     def _rounded(self, weight: Tensor, scale: Tensor, own: Tensor, gain: Tensor | None) -> Tensor:
@@ -428,7 +419,7 @@ class ChannelFactors(nn.Module):
         """Return the arguments of a call of an operator (its record), with its parameters multiplied by the factors."""
         if not self.active:
             return arguments
-        inputs, outputs = (power_of_two(exponents.to(torch.int64)).float() for exponents in (self.inputs, self.outputs))
+        inputs, outputs = (grids.power_of_two(exponents.to(torch.int64)).float() for exponents in (self.inputs, self.outputs))
         return {**arguments, **operator.layer.rescaled(arguments, inputs, outputs)}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
