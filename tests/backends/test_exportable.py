@@ -148,7 +148,6 @@ FLOAT_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 @pytest.mark.parametrize("name", FLOAT_MODELS)
 def test_float_operators_beside_integer_parts(name: str, tmp_path: Path) -> None:
     make, inputs = FLOAT_MODELS[name]
-    torch.manual_seed(0)
     inputs = batch(2) if inputs is None else inputs
     prepared, integer = compiled(make().eval(), [inputs], "nash-e")
     assert fxq.verify(prepared, integer, [inputs])
@@ -321,7 +320,6 @@ def test_the_forms_agree_with_the_float_functions(tmp_path: Path, monkeypatch: p
     """A file of float nodes alone, without a rounding after them, has PyTorch's numbers to the last digits of float32."""
     monkeypatch.setattr(torch.onnx, "export", refuse)
 
-    torch.manual_seed(0)
     tail, x = (
         Network(lambda s, x: attended(None, s.norm(s.first(x))), first=nn.Linear(12, 16), norm=nn.LayerNorm(16)),
         torch.randn(3, 6, 12),
@@ -372,7 +370,6 @@ def test_float_attention_opens_and_computes_what_pytorch_does(names: str, rank: 
         ]
         return [F.scaled_dot_product_attention(query, key, value, **mask) for mask in masks]
 
-    torch.manual_seed(0)
     batches = [torch.randn(2, 6, 8) for _ in range(2)]
     model = Network(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 8)).eval()
     result = fxq.quantize(model, batches, target="x86")

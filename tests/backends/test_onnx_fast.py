@@ -87,7 +87,6 @@ def on_scales(model: nn.Module, target: str, scales: dict[int, float]) -> fx.Gra
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_table_is_computed_where_that_is_quicker_and_no_rounding_can_change_an_entry(name: str, target: str, tmp_path: Path) -> None:
     function, operator = FUNCTIONS[name]
-    torch.manual_seed(0)
     integer = on_scales(Network(lambda s, x: s.b(function(s.a(x))), a=conv(3, 8), b=conv(8, 4)), target, {1: 0.0217, 2: 0.0181})
     path = exported(integer, tmp_path / "model.onnx", style="fast")
     assert computed(path) == (operator is not None)
@@ -259,7 +258,6 @@ POOLS: dict[str, tuple[Callable[..., Tensor], int]] = {
 @pytest.mark.parametrize("name", POOLS)
 def test_maxima_are_of_bytes_where_a_convolution_leaves_the_pixels_together(name: str, target: str, tmp_path: Path) -> None:
     forward, bytewise = POOLS[name]
-    torch.manual_seed(0)
     integer = fxq.quantize(Network(forward, a=conv(3, 8), b=conv(3, 8)).eval(), [batch()], target).integer
     path = exported(integer, tmp_path / "model.onnx", style="fast")
     graph = onnx.shape_inference.infer_shapes(onnx.load(path)).graph

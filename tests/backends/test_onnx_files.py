@@ -340,7 +340,6 @@ def test_a_file_of_integers_takes_every_input_in_the_order_of_the_model(style: s
 def test_metadata_is_true_of_what_a_file_takes_and_returns(style: str, io: str, width: str, tmp_path: Path) -> None:
     if (style, io, width) == ("qdq", "integer", "int32"):
         return  # refused, as another test shows
-    torch.manual_seed(0)
     last = fxq.QConfigMapping().set_module_name("b", fxq.QConfig(fxq.ActivationConfig(width)))
     integer = integer_of(
         Network(lambda s, x: (s.b(F.relu(s.a(x))), F.relu(s.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 3)), rows(), "nash-e", last

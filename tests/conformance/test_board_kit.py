@@ -203,7 +203,6 @@ def test_the_command_line_has_the_options_and_writes_the_folder(
 ) -> None:
     monkeypatch.setattr(fxq.board, "compile_horizon", compiled)
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
     images = torch.randn(2, 3, 8, 12)
     integer = fxq.quantize(nn.Conv2d(3, 4, 3).eval(), [images], "bayes-e").integer
     fxq.save(integer, "model.fxq")

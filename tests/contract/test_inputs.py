@@ -253,7 +253,6 @@ def test_an_input_on_another_device_is_refused() -> None:
 
 def test_a_compiled_model_checks_its_inputs() -> None:
     torch._dynamo.reset()
-    torch.manual_seed(0)
     x = torch.randn(4, 6)
     integer = fxq.quantize(nn.Linear(6, 3), [x], "nash-e").integer
     with torch.no_grad():
@@ -308,7 +307,6 @@ CUT: dict[str, tuple[Callable[[Tensor], Tensor], int, int | None]] = {
 @pytest.mark.parametrize("name", CUT)
 def test_a_batch_that_is_cut_off_is_computed_where_its_shapes_hold_and_refused_elsewhere(name: str) -> None:
     function, smallest, largest = CUT[name]
-    torch.manual_seed(0)
     model = Network(lambda m, x: function(m.layer(x)), layer=nn.Linear(6, 6)).eval()
     outcome = fxq.quantize(model, [torch.randn(8, 6)], "nash-e")
     for batch in (1, 2, 3, 5, 20, 21, 40):

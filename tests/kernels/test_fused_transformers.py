@@ -167,7 +167,6 @@ def accumulators(arithmetic: Arithmetic, deferred: bool) -> Iterator[tuple[str, 
 def test_a_join_is_its_primitives(arithmetic: Arithmetic, clamp: tuple[float, float] | None, type: Any) -> None:
     grid = Grid(type, torch.tensor(0.93 if type is INT8 else 0.0037))
     low, high = grid.bounds if clamp is None else (0, grid.bound(clamp[1], grid.high))
-    torch.manual_seed(0)
     forms = list(accumulators(arithmetic, True))
     torch.manual_seed(0)
     for (name, deferred, tensors, step), (_, plain, references, _) in zip(forms, accumulators(arithmetic, False), strict=True):

@@ -133,7 +133,6 @@ def test_int8_and_int16_layers_meet(wide: tuple[str, ...], target: str, weight: 
     mapping = fxq.QConfigMapping(fxq.QConfig(activations("int8")))
     for name in wide:
         mapping = mapping.set_module_name(name, wide_config(weight))
-    torch.manual_seed(0)
     integer = assert_contract(Mixed(), torch.randn(4, 3, 8, 8), target, mapping, tmp_path)
     dtypes = {name: qparams(node).dtype for node in integer.graph.nodes if (name := node.name) in ("first", "second", "third", "last")}
     assert dtypes == {name: "int16" if name in wide else "int8" for name in dtypes}
@@ -141,7 +140,6 @@ def test_int8_and_int16_layers_meet(wide: tuple[str, ...], target: str, weight: 
 
 @every_format
 def test_int16_is_far_nearer_to_float_than_int8(target: str, weight: str) -> None:
-    torch.manual_seed(0)
     model, batch = Mixed().eval(), torch.randn(16, 3, 8, 8)
     with torch.no_grad():
         expected = model(batch)
@@ -194,7 +192,6 @@ HEADS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", HEADS)
 @every_format
 def test_a_32_bit_output_is_the_sum_itself(name: str, target: str, weight: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model, batch = HEADS[name](), torch.randn(4, 3, 8, 8)
     integer = assert_contract(model, batch, target, with_last(weight, "int16" if weight == "int16" else "int8"), tmp_path)
     assert quantization.accumulator_output in targets_of(integer)

@@ -144,7 +144,6 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_integer_form_stays_in_float_and_says_why(name: str) -> None:
     reason, function = REFUSED[name]
-    torch.manual_seed(0)
     members = {"layer": nn.Conv2d(3, 3, 1), "norm": nn.BatchNorm2d(3, track_running_stats=False), "slopes": nn.Parameter(torch.randn(3))}
     model = Network(lambda m, x: function(m, m.layer(x)), **members).eval()
     images = torch.randn(4, 3, 6, 6)

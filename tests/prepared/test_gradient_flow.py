@@ -465,7 +465,6 @@ def test_a_second_derivative_has_the_derivative_of_a_table_as_a_constant(functio
         def forward(self, x: Tensor) -> Any:
             return function(x)
 
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), Between(), nn.Linear(8, 1))
     x = torch.randn(64, 4)
     prepared = fxq.calibrate(fxq.prepare(model.eval(), x), [x])

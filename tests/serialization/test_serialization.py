@@ -193,7 +193,6 @@ def test_what_is_shared_stays_shared(save: Save) -> None:
 
 
 def test_a_loaded_model_is_exported_to_the_same_file(save: Save, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     rows = [torch.randn(4, 6)]
     integer = fxq.quantize(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).eval(), rows).integer
     path = fxq.export_onnx(fxq.load(save(integer)), tmp_path / "loaded.onnx")
@@ -203,7 +202,6 @@ def test_a_loaded_model_is_exported_to_the_same_file(save: Save, tmp_path: Path)
 
 @pytest.mark.nightly
 def test_layers_that_stay_in_float(save: Save) -> None:
-    torch.manual_seed(0)
     rows = [torch.randn(4, 5, 6)]
     model = fxq.quantize(Leaves().eval(), rows)
     for each in (fxq.trace(Leaves().eval(), (rows[0],)), model.prepared, model.integer):

@@ -56,7 +56,6 @@ def Detector(self, x: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("target", ["x86", "bayes-e"])
 def test_parts_of_a_concatenated_output_are_judged_apart(target: str) -> None:
-    torch.manual_seed(0)
     inputs = torch.randn(4, 3, 8, 8)
     prepared = contract.calibrated(Detector().eval(), [inputs], target)
     outputs = FloatOutputs(prepared, [[inputs], [inputs[:2]]])
@@ -97,7 +96,6 @@ def test_support_is_the_number_of_samples_that_gain(huge: int) -> None:
 
 
 def test_samples_are_those_of_the_batch_of_the_inputs() -> None:
-    torch.manual_seed(0)
     inputs = torch.randn(4, 3, 8, 8)
     outputs = FloatOutputs(contract.calibrated(Detector().eval(), [inputs], "x86"), [[inputs], [inputs[:2]]])
     measured = outputs.measure()
@@ -106,7 +104,6 @@ def test_samples_are_those_of_the_batch_of_the_inputs() -> None:
 
 
 def test_sensitivity_estimates_by_parts() -> None:
-    torch.manual_seed(0)
     inputs = torch.randn(4, 3, 8, 8)
     sensitivity = fxq.search.sensitivity(Detector().eval(), [inputs], "bayes-e", options=fxq.Options(measured=False), show_progress=False)
     assert {"boxes.weight", "scores.weight"} <= {tensor.name for tensor in sensitivity.tensors}

@@ -112,7 +112,6 @@ def test_large_images_are_corrected_by_as_well(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_vector_without_a_batch_is_tuned(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     model, square = Network(lambda s, x: s.last(x.mean(0)), last=nn.Linear(6, 4)).eval(), torch.randn(6, 6)
     turned = [square, square.flip(0), square.flip(1), square.T]
     with caplog.at_level(logging.INFO, "fxquant"):

@@ -85,7 +85,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_a_product_with_what_is_found_for_it(name: str) -> None:
     make, shape = LAYERS[name]
-    torch.manual_seed(0)
     layer = make().eval()
     if isinstance(bias := getattr(layer, "bias", None), nn.Parameter):
         nn.init.zeros_(bias)
@@ -107,7 +106,6 @@ def test_a_layer_is_a_product_with_what_is_found_for_it(name: str) -> None:
 
 
 def test_of_large_images_parts_are_looked_at() -> None:
-    torch.manual_seed(0)
     layer, x = nn.Conv2d(1, 2, 3, padding=1), torch.rand(2, 1, 2 * WINDOW, WINDOW)
     prepared, node = by_itself(layer, x)
     with torch.no_grad():
@@ -167,7 +165,6 @@ def test_no_single_step_of_outputs_together_leaves_less() -> None:
 
 def test_the_effect_of_outputs_is_that_of_what_reads_them() -> None:
     """One output minus another, one that nobody reads, and one that is always cut off."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 1)).eval()
     with torch.no_grad():
         model[0].bias.copy_(torch.tensor([50.0, 50.0, 0.0, -50.0]))
@@ -190,7 +187,6 @@ class Stairs(torch.autograd.Function):
 
 
 def test_vectors_inference_mode_and_functions_without_a_gradient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     odd, square = Network(lambda s, x: s.last(x.mean(1) @ x), last=nn.Linear(3, 2)), torch.randn(3, 3)  # a product of vectors
     vectors, _ = by_itself(odd, square)
     contract.assert_validate_is_integer(vectors, fxq.convert(vectors), square)

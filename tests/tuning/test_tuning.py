@@ -256,7 +256,6 @@ def test_distillation_says_what_the_outputs_have_and_keeps_nothing_else(network:
 
 
 def test_images_are_moved_each_by_its_own_way_and_reflected() -> None:
-    torch.manual_seed(0)
     several = torch.randn(5, 3, 17, 24)
     ways = torch.tensor([[0.0, 0.0], [1.0, -1.0], [-1.0, 0.4], [0.2, 1.0], [-0.3, -0.6]])
     moved = distill._shifted(several, ways)
@@ -285,7 +284,6 @@ def Masked(self, x: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min])
 def test_distillation_after_a_mask_learns(masked: float) -> None:
     """A mask of four dimensions is not an image, and one of infinities is not mixed: NaN taught nothing."""
-    torch.manual_seed(0)
     basis = torch.randn(4, 16)
     mask = torch.full((4, 1, 8, 8), masked).triu(1)
     inputs = [(torch.randn(4, 8, 4) @ basis, mask.clone()) for _ in range(16)]
@@ -299,7 +297,6 @@ def test_distillation_after_a_mask_learns(masked: float) -> None:
 
 def test_distillation_of_whole_numbers_and_shared_weights() -> None:
     """Inputs of other dtypes than float are not mixed; shared inputs are left out; an integer model teaches nothing."""
-    torch.manual_seed(0)
     words = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     numbers = [torch.randint(12, (16, 5)) for _ in range(4)]
     prepared = fxq.prepare(words, numbers[0], "bayes-e", FOUR_BITS)
@@ -387,7 +384,6 @@ def test_a_rounding_of_the_users_own_is_left_out(network: nn.Module) -> None:
 @pytest.mark.parametrize("per_channel", [True, False], ids=["per channel", "per tensor"])
 def test_scales_cover_less_of_a_weight_where_that_is_better(per_channel: bool) -> None:
     """A weight with one number far from the others, which meets an operand that is always nearly 0."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     with torch.no_grad():
         model[0].weight[:, 3] = 2.0
@@ -407,7 +403,6 @@ def shared() -> Any:
 
 
 def test_a_weight_that_several_operators_read_stays_one_constant() -> None:
-    torch.manual_seed(0)
     rows = [row for row in torch.split(images(0, 32)[:, 0, 0], 8)]
     prepared = compiled(shared(), rows, "bayes-e", FOUR_BITS).prepared
     result = fxq.tuning.reconstruct(prepared, rows, steps=20)
@@ -432,7 +427,6 @@ def test_a_layer_that_is_no_better_on_what_is_held_out_is_left_as_it_was(network
 
 @pytest.mark.parametrize("method", [fxq.tuning.correct_bias, functools.partial(fxq.tuning.adaround, steps=STEPS)])
 def test_channels_that_are_equalized_are_tuned_as_they_act(method: Method) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)).eval()
     with torch.no_grad():
         factors = 2.0 ** torch.randint(-4, 5, (8, 1, 1, 1))
