@@ -1,7 +1,6 @@
 """Horizon's names over fxquant: its flow, its qconfigs and setters, its tools, and what has no equal here."""
 
 import copy
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
 from fxquant.ops import Trait
 from fxquant.prepared.operators import quantized_operators
-from tests.shared.networks import dtypes, written
+from tests.shared.networks import dtypes, stored, written
 
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 STATE = horizon.FakeQuantState
@@ -159,12 +158,6 @@ def test_a_stub_is_an_operator_for_the_rules() -> None:
 
 @pytest.mark.parametrize("example", [{}, {"example_inputs": BATCHES[0]}])
 def test_a_model_is_stored_as_an_object(example: dict[str, Any]) -> None:
-    def stored(model: nn.Module) -> nn.Module:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        return torch.load(file, weights_only=False)
-
     model = horizon.prepare_qat_fx(Net().eval(), {"": horizon.default_calib_8bit_fake_quant_qconfig}, **example)
     horizon.set_fake_quantize(model, STATE.CALIBRATION)
     model = stored(model)

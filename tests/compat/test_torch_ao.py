@@ -1,7 +1,6 @@
 """PyTorch's torch.ao.quantization over fxquant: its own objects read into ours, its functions, and what has no equal here."""
 
 import copy
-import io
 import sys
 import types
 from collections import OrderedDict
@@ -18,7 +17,7 @@ import fxquant as fxq
 from fxquant.compat import torch_ao
 from fxquant.compat.torch_ao.reading import read
 from fxquant.prepared.operators import quantized_operators
-from tests.shared.networks import dtypes, written
+from tests.shared.networks import dtypes, stored, written
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{words}") for words in ("Please use quant_min", "torch.ao.quantization is deprecated")]
 
@@ -246,17 +245,9 @@ def test_an_eager_model_is_prepared_in_place_and_by_its_first_batch(optimizer: s
     other = Eager().train()
     other.qconfig = ao.get_default_qat_qconfig("x86")
     torch_ao.prepare_qat(other, inplace=True)
-    other.load_state_dict(stored(prepared.state_dict()))
+    other.load_state_dict(stored(prepared.state_dict(), weights_only=True))
     assert torch.equal(other.eval()(BATCHES[0]), expected(BATCHES[0]))
     other.load_state_dict(prepared.state_dict())
-
-
-def stored(value: Any) -> Any:
-    """Return what torch.load reads of what torch.save writes."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=isinstance(value, OrderedDict))
 
 
 def test_switches_wait_for_the_first_batch() -> None:
@@ -525,7 +516,6 @@ SPECIFICATIONS: dict[str, Any] = {
 @pytest.mark.parametrize("name", SPECIFICATIONS)
 def test_quantize_dynamic(name: str, caplog: pytest.LogCaptureFixture) -> None:
     specification, expected = SPECIFICATIONS[name]
-    torch.manual_seed(0)
     model = nn.Sequential(OrderedDict(fc=nn.Linear(6, 8), act=nn.Tanh(), head=nn.Linear(8, 4))).eval()
     x = torch.randn(16, 6)
     ours = torch_ao.quantize_dynamic(model, specification, example_inputs=(x,))

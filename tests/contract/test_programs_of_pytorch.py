@@ -1,7 +1,6 @@
 """PyTorch's own ways to copy, store, compile and export a model: each gives the same bits, or an error that says what to do."""
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from fxquant.compat import horizon
 from fxquant.compat.deferred import Deferred
 from fxquant.ir.graph import spelling
 from tests.shared.contract import all_equal, compiled
-from tests.shared.networks import Network, members, written
+from tests.shared.networks import Network, members, stored, written
 from tests.shared.programs import program
 
 
@@ -66,15 +65,8 @@ def test_a_program_of_pytorch_has_the_bits_of_its_model_or_is_refused(stage: str
         PROGRAMS[name](model)
 
 
-def saved(model: Any) -> Any:
-    archive = io.BytesIO()
-    torch.save(model, archive)
-    archive.seek(0)
-    return torch.load(archive, weights_only=False)
-
-
 COPIES: dict[str, Callable[[Any], Any]] = {
-    "torch.save": saved, "pickle": lambda model: pickle.loads(pickle.dumps(model)), "deepcopy": copy.deepcopy
+    "torch.save": stored, "pickle": lambda model: pickle.loads(pickle.dumps(model)), "deepcopy": copy.deepcopy
 }  # fmt: skip
 
 
@@ -138,7 +130,7 @@ def test_a_copy_of_a_model_that_waits_for_its_first_batch_loads_what_it_was_give
     waiting = PREPARES["prepare_qat_fx, by its first batch"]()
     waiting.load_state_dict(dict(calibrated.state_dict()))  # a dict without the shapes of the inputs
     horizon.set_fake_quantize(waiting, horizon.FakeQuantState.VALIDATION)
-    assert torch.equal(saved(waiting)(X), calibrated(X))
+    assert torch.equal(stored(waiting)(X), calibrated(X))
 
 
 # ---- models are pickled whatever functions they call -----------------------------------------------------------------------
@@ -155,14 +147,6 @@ def pooled(name: str) -> Any:
     return written(lambda m, x: FUNCTIONS[m.name](m.conv(x)), conv=nn.Conv2d(3, 8, 3), name=name)
 
 
-def restored(model: nn.Module) -> nn.Module:
-    stream = io.BytesIO()
-    torch.save(model, stream)
-    stream.seek(0)
-    result: nn.Module = torch.load(stream, weights_only=False)
-    return result
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_model_is_pickled_in_every_form(name: str) -> None:
@@ -170,7 +154,7 @@ def test_a_model_is_pickled_in_every_form(name: str) -> None:
     traced = fxq.prepare(model, x, until="canonical.rewrite")
     prepared, integer = compiled(model, [x])
     for form in (traced, prepared, integer):
-        for copied in (pickle.loads(pickle.dumps(form)), restored(form)):
+        for copied in (pickle.loads(pickle.dumps(form)), stored(form)):
             assert torch.equal(copied(x), form(x))
             pairs = zip(form.graph.nodes, copied.graph.nodes, strict=True)
             assert all((a.name, a.target, spelling(a)) == (b.name, b.target, spelling(b)) for a, b in pairs)

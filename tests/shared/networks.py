@@ -1,5 +1,6 @@
 """Small networks of one function and its members, steps that tests take with them, and the whole contract in one call."""
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ def members(named: Callable[..., dict[str, Any]], seed: int | None = None) -> Ca
         return model
 
     return class_of
+
+
+def stored(value: Any, weights_only: bool = False) -> Any:
+    """Return what torch.load reads of what torch.save writes."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def to_train(prepared: fx.GraphModule) -> fx.GraphModule:
