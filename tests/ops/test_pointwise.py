@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
@@ -60,6 +60,17 @@ def names_of(model: nn.Module, example: Tensor, qconfig: fxq.QConfigMapping | No
     return [record.name for node in graph.nodes if (record := operator_of(node)) is not None]
 
 
+def assert_saved_and_exported(prepared: fx.GraphModule, batches: list[Tensor], folder: Path) -> None:
+    """Calibrate the prepared model; the integer model that is read from a file has its bits, and so has the ONNX file."""
+    fxq.set_state(prepared, "calibrate")
+    fxq.calibrate(prepared, batches)
+    integer = fxq.load(fxq.save(fxq.convert(prepared), folder / "model.fxq"))
+    fxq.set_state(prepared, "validate")
+    with torch.no_grad():
+        assert torch.equal(integer(batches[0]), prepared(batches[0]))
+    assert fxq.verify(integer, fxq.export_onnx(integer, folder / "model.onnx"), batches[:1])
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
 @pytest.mark.parametrize("name", CHOICES)
@@ -72,13 +83,7 @@ def test_a_choice_is_one_table_with_equal_bits(name: str, target: str, tmp_path:
     fxq.set_state(prepared, "float")
     expected = model(batches[0])
     assert torch.equal(prepared(batches[0]), expected)
-    fxq.set_state(prepared, "calibrate")
-    fxq.calibrate(prepared, batches)
-    integer = fxq.load(fxq.save(fxq.convert(prepared), tmp_path / "model.fxq"))
-    fxq.set_state(prepared, "validate")
-    with torch.no_grad():
-        assert torch.equal(integer(batches[0]), prepared(batches[0]))
-    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches[:1])
+    assert_saved_and_exported(prepared, batches, tmp_path)
 
 
 WRITTEN: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {  # a function, and the operator that computes the same
@@ -118,13 +123,7 @@ def test_operators_that_read_one_tensor_are_one_table(name: str, target: str, tm
     if curves:
         result = same_as(curves[0].args[1])
         assert (result if result is None else result[0]) == same
-    fxq.set_state(prepared, "calibrate")
-    fxq.calibrate(prepared, batches)
-    integer = fxq.load(fxq.save(fxq.convert(prepared), tmp_path / "model.fxq"))
-    fxq.set_state(prepared, "validate")
-    with torch.no_grad():
-        assert torch.equal(integer(batches[0]), prepared(batches[0]))
-    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches[:1])
+    assert_saved_and_exported(prepared, batches, tmp_path)
 
 
 def test_the_range_ends_where_the_whole_function_saturates() -> None:
