@@ -269,8 +269,6 @@ def Sized(self, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("form", SIZED)
 def test_a_size_is_read_from_a_sum_of_32_bits(form: str, tmp_path: Path) -> None:
-    import onnxruntime
-
     integer = compiled(Sized(form).eval(), [torch.randn(6, 4, 4)], "nash-e").integer
     path, x = fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq"), torch.randn(3, 4, 4)
     (report,) = fxq.verify(integer, path, [x]).outputs["onnxruntime, no optimisation"]  # type: ignore[attr-defined]

@@ -151,13 +151,13 @@ def lacking(by_name: dict[str, Tensor]) -> dict[str, Tensor]:
     raise fxq.errors.ExportError("the model cannot be run", because="there is no ConvInteger", remedy="none")
 
 
-def run_otherwise(monkeypatch: pytest.MonkeyPatch, change: Changed, of_the_whole: bool = False) -> None:
-    """Let the runtime change what single kernels compute, or the whole file as well."""
+def run_otherwise(monkeypatch: pytest.MonkeyPatch, change: Changed) -> None:
+    """Let the runtime change what single kernels compute."""
     honest = fast._run
 
     def otherwise(model: Any, *arguments: Any) -> dict[str, Tensor]:
         result = honest(model, *arguments)
-        return change(result) if of_the_whole or model.graph.name == "kernel" else result
+        return change(result) if model.graph.name == "kernel" else result
 
     monkeypatch.setattr(fast, "_run", otherwise)
 

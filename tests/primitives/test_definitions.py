@@ -301,14 +301,8 @@ def test_a_primitive_is_its_definition(name: str) -> None:
 
 
 # ---- as floats, and as ONNX ---------------------------------------------------------------------------------------------
-TENSORS = (
-    "input",
-    "other",
-    "tensors",
-    "source",
-    "accumulator",
-    "residual",
-)  # which are floats while a model trains, as the rows of a table
+# Those of TENSORS are floats while a model trains, as the rows of a table.
+TENSORS = ("input", "other", "tensors", "source", "accumulator", "residual")
 PLACES = ("index", "indices", "condition", "coordinates")
 
 
