@@ -72,8 +72,7 @@ def chain(channels: int) -> Built:
 
 def index(x: Tensor, function: str) -> Tensor:
     """Where the largest or the smallest channel is."""
-    result: Tensor = getattr(torch, function)(x, 1, True)
-    return result
+    return getattr(torch, function)(x, 1, True)
 
 
 def sampled(height: int, width: int) -> Built:

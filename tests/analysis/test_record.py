@@ -186,8 +186,7 @@ def test_batches_that_do_not_fit(forms: Any) -> None:
 def Drawing(self, x: Tensor) -> Tensor:
     """Reads the places that it draws."""
     y = self.first(x)
-    drawn: Tensor = self.second(y[:, torch.randint(0, y.shape[1], (3,))])
-    return drawn
+    return self.second(y[:, torch.randint(0, y.shape[1], (3,))])
 
 
 def test_every_form_of_a_model_that_draws_random_numbers_draws_the_same() -> None:

@@ -58,8 +58,7 @@ def observations(prepared: nn.Module) -> dict[str, Tensor]:
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    result: Tensor = model(batch).square().mean()
-    return result
+    return model(batch).square().mean()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -34,8 +34,7 @@ class Mixed(nn.Module):
         x = self.encoder(self.norm(self.first(x)))
         x = torch.cumsum(x, 1) * self.gain + self.offset
         x = self.again(self.recurrent(x)[0])
-        value: Tensor = self.last(x)
-        return value
+        return self.last(x)
 
 
 def batch(seed: int = 0) -> Tensor:

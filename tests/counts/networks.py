@@ -41,8 +41,7 @@ class LayerScales(nn.Module):
         for depthwise, norm, up, down, scale in zip(self.depthwise, self.norm, self.up, self.down, self.scale, strict=True):
             y = down(F.gelu(up(norm(depthwise(x).permute(0, 2, 3, 1))))) * scale
             x = x + y.permute(0, 3, 1, 2)
-        scores: Tensor = self.head(x.mean((2, 3)))
-        return scores
+        return self.head(x.mean((2, 3)))
 
 
 class ShortMobileNetV2(MobileNetV2):

@@ -43,8 +43,7 @@ class Network(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         x = torch.relu(self.flat(self.deep(x)) + x)
-        result: Tensor = self.head((x + self.deep(x)).mean((2, 3)))
-        return result
+        return self.head((x + self.deep(x)).mean((2, 3)))
 
 
 def images(seed: int = 0) -> Tensor:

@@ -108,8 +108,7 @@ def known(name: str = "everything", target: str = "nash-e") -> tuple[fx.GraphMod
 
 
 def runner_of(integer: fx.GraphModule) -> Runner:
-    result: Runner = integer.__dict__[RUNNER]
-    return result
+    return integer.__dict__[RUNNER]
 
 
 def plain_result(integer: fx.GraphModule, x: Tensor) -> Any:

@@ -123,8 +123,7 @@ def Mixed(self, x: Tensor) -> Tensor:
     x = F.silu(self.first(x))
     y = self.second(x) + x
     y = torch.cat([y, x * torch.sigmoid(y)], 1)
-    result: Tensor = self.last(F.max_pool2d(self.third(y), 2).mean((2, 3)))
-    return result
+    return self.last(F.max_pool2d(self.third(y), 2).mean((2, 3)))
 
 
 @pytest.mark.parametrize("wide", [("first",), ("second", "third"), ("last",), ("first", "third")])

@@ -195,8 +195,7 @@ def inputs_of(sample: Sample, count: int, seed: int = 0) -> tuple[Tensor, ...]:
 
 def real_of(integer: fx.GraphModule, values: dict[str, Tensor], name: str) -> Tensor:
     grid = qparams(next(node for node in integer.graph.nodes if node.name == name))
-    real: Tensor = (values[name].float() - grid.zero_point) * grid.scale
-    return real
+    return (values[name].float() - grid.zero_point) * grid.scale
 
 
 # ---- the table is complete ----------------------------------------------------------------------------------------------

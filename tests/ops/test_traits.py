@@ -104,8 +104,7 @@ def changed(operator: Operator, arguments: Arguments, function: Callable[[Tensor
             function(each) if not chosen or next(number) in chosen else each for each in (value if isinstance(value, list) else [value])
         ]
         actual[position] = values if isinstance(value, list) else values[0]
-    result: Tensor = operator.function(*actual)
-    return result
+    return operator.function(*actual)
 
 
 def shuffled(value: Tensor, dim: int) -> Tensor:
@@ -123,8 +122,7 @@ def homogeneous(operator: Operator, arguments: Arguments) -> bool:
 
 def affine(operator: Operator, arguments: Arguments) -> bool:
     def of(x: Tensor) -> Tensor:
-        result: Tensor = operator.function(x, 3.0)
-        return result
+        return operator.function(x, 3.0)
 
     return equal(of((X + Y) / 2), (of(X) + of(Y)) / 2)
 

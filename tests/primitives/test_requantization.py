@@ -33,8 +33,7 @@ def both_paths(
     floating = primitive(*(o.float() if isinstance(o, Tensor) and i < activations else o for i, o in enumerate(operands)))
     assert floating.dtype == (torch.float64 if wide else torch.float32)
     assert torch.equal(floating.double(), integer.double())
-    result: list[Any] = integer.tolist()
-    return result
+    return integer.tolist()
 
 
 @SLOW

@@ -190,8 +190,7 @@ def test_every_rule_that_advice_prints_changes_what_it_names(rule: str, target: 
 def Normed(self, x: Tensor) -> Tensor:
     """Two batch norms with initial statistics, as in a model that was never trained."""
     x = self.second(self.up(self.first(self.stem(x)).relu())).relu()
-    result: Tensor = self.head(x.mean((2, 3)))
-    return result
+    return self.head(x.mean((2, 3)))
 
 
 @pytest.mark.sweep(2)

@@ -159,8 +159,7 @@ def made(build: Callable[[], nn.Module], **options: Any) -> fx.GraphModule:
 def real(prepared: nn.Module, x: Tensor) -> Tensor:
     fxq.set_state(prepared, "float")
     with torch.no_grad():
-        value: Tensor = prepared(x)
-    return value
+        return prepared(x)
 
 
 def between(name: str, target: str = "nash-e") -> tuple[fx.GraphModule, list[Tensor]]:

@@ -276,8 +276,7 @@ def Masked(self, x: Tensor, mask: Tensor) -> Tensor:
     """An attention with a mask that is given."""
     query, key, value = self.inputs(x).reshape(len(x), -1, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    result: Tensor = self.head(self.outputs(attended.transpose(1, 2).reshape(x.shape)))
-    return result
+    return self.head(self.outputs(attended.transpose(1, 2).reshape(x.shape)))
 
 
 @pytest.mark.nightly
