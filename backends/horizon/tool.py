@@ -109,7 +109,6 @@ class Tool:
 
 # ---- Reading of the compiler's log: its progress, and the reason of a failure as an error with the layer and the user's source line
 
-
 # The messages of hb_mapper at the beginning of its steps, in order.
 STEPS = (
     "Start to prepare the onnx model",

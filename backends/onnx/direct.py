@@ -33,7 +33,6 @@ Plan = Callable[[Any, Read], str]  # appends the ONNX nodes of a node to an emit
 FORMS: dict[Any, Callable[..., Plan | None]] = {}  # by the operator's function: given a node and its arguments, its plan, or None
 MOVING = ("view", "reshape", "permute", "transpose", "contiguous", "unsqueeze", "squeeze")  # methods that are called on constants
 
-
 form = declaring(FORMS)
 
 

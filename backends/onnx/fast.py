@@ -32,7 +32,6 @@ from fxquant.support import disagreed, logger
 
 Names = tuple[Sequence[str] | None, Sequence[str] | None]  # that the user gives to inputs and to outputs
 
-
 LEAST_PRODUCTS = 256  # for each element of a layer's result: what sums of bytes gain, shifts and roundings take back where there are fewer
 
 

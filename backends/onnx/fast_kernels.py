@@ -163,7 +163,6 @@ class FastWriter(Writer):
 FORMS: dict[Any, Callable[..., str | None]] = {}
 BYTES: dict[Any, Callable[..., str | None]] = {}  # those of targets that requantize by shifts, of the emitter and the arguments
 
-
 form = declaring(FORMS)
 
 

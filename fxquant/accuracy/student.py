@@ -41,7 +41,6 @@ WITHOUT_PENALTY = 0.2  # of the steps
 SHARPEST, SOFTEST = 20.0, 2.0
 _LOW, _HIGH = -0.1, 1.1  # what the sigmoid is stretched to before it is cut off at 0 and 1
 
-
 # Learned values, as a checkpoint holds them: "offset/NODE" of a rounding, "share/NODE" that a weight's scale covers, "scale/QUANTIZER".
 Learned = Mapping[str, Tensor]
 

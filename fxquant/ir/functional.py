@@ -89,7 +89,6 @@ def dequant_stub(input: Tensor) -> Tensor:
 
 STUBS = (quant_stub, dequant_stub)
 
-
 # Whether the node is a user's QuantStub, which rules match as a separate operator.
 is_stub, mark_stub = reads("quant_stub", False), marks("quant_stub")
 

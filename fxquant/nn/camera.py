@@ -28,7 +28,6 @@ from fxquant.support.arguments import checked, choice, such
 
 # ---- Colour spaces: a product with a three by three matrix, as a convolution of kernel 1 -----------------------------
 
-
 # ITU-R BT.601, full swing: Y in 0…255, U and V around 128.
 FULL = ((0.299, 0.587, 0.114), (-0.168736, -0.331264, 0.5), (0.5, -0.418688, -0.081312))
 STUDIO = ((0.256788, 0.504129, 0.097906), (-0.148223, -0.290993, 0.439216), (0.439216, -0.367788, -0.071427))  # Y in 16…235

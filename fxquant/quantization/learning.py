@@ -206,7 +206,6 @@ STEPS = 255  # of the one affine dtype, uint8
 LSQ, LSQ_PLUS, PACT, TQT = _LSQ(), _LSQPlus(), _PACT(), _TQT()
 METHODS: Mapping[str, Method] = {method.name: method for method in (LSQ, LSQ_PLUS, PACT, TQT)}  # by what `training=` calls them
 
-
 Fact = TypeVar("Fact")
 
 

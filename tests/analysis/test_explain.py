@@ -15,7 +15,6 @@ from tests.shared.networks import Network
 
 pytestmark = pytest.mark.quick
 
-
 Body = Callable[[Tensor], Any]
 
 

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.skipif(
 )
 FIXED = ("bayes-e", "bayes", "bernoulli2", "bernoulli")
 
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many layers are sums of bytes
     "plain": (lambda: Network(lambda s, x: s.b(F.relu(s.a(x))), a=conv(3, 8), b=conv(8, 8)), 1),
     "many products": (lambda: Network(lambda s, x: s.b(F.relu(s.a(x))), a=conv(3, 64, 11), b=conv(64, 8)), 1),

@@ -124,7 +124,6 @@ TWO: dict[str, Callable[[], Any]] = {
     "named tuples": lambda: loader(Items(Sample)),
 }
 
-
 PLAIN: dict[type[One], Callable[[], list[Any]]] = {
     One: lambda: pieces(images()),
     Two: lambda: pieces(images(), masks()),
@@ -276,8 +275,6 @@ def test_what_is_dropped_is_said_once(batches: Callable[[], Any], line: str, cap
 
 
 # ---- what cannot be used --------------------------------------------------------------------------------------------
-
-
 BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "arrays": (lambda: [images(4).numpy()], "its value for 'image' is a numpy.ndarray", "torch.from_numpy"),
     "an array": (lambda: images(4).numpy(), "is a numpy.ndarray", "torch.from_numpy"),

@@ -219,8 +219,6 @@ def test_observations_do_not_change() -> None:
 
 
 # ---- what cannot be given ------------------------------------------------------------------------------------------------------
-
-
 def test_only_what_is_missing_is_observed(seen: fxq.observers.Observations, caplog: pytest.LogCaptureFixture) -> None:
     qconfig = Mapping().set_module_name("block.relu", None)
     with caplog.at_level(logging.WARNING, "fxquant"):
@@ -325,8 +323,6 @@ def test_of_a_value_that_is_quantized_twice_both_are_known() -> None:
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------------------
-
-
 def test_observations_are_kept_in_a_file(seen: fxq.observers.Observations, tmp_path: Path) -> None:
     path = fxq.save(seen, tmp_path / "seen.fxq")
     loaded = fxq.load(path)

@@ -119,8 +119,6 @@ def test_half_of_the_reach_is_the_next_octave_exactly() -> None:
 
 
 # ---- batch norms after tensors whose ranges clip a few outlier items -------------------------------------------------
-
-
 class OutlierNetwork(nn.Module):
     """One batch norm beside the sum that has outlier noise, two after it; the last channel of the input makes them outliers."""
 

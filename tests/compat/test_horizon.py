@@ -314,7 +314,6 @@ A, W, Q = fxq.ActivationConfig, fxq.WeightConfig, fxq.QConfig
 MOVING = fxq.observers.MovingAverageMinMaxObserver(0.01)
 FAKE = horizon.FakeQuantize
 
-
 MEANINGS = {
     "8 bits": (lambda: horizon.default_qat_8bit_fake_quant_qconfig, Q(A("int8"), W("int8"))),
     "16 bits": (lambda: horizon.default_calib_8bit_weight_16bit_act_fake_quant_qconfig, Q(A("int16"), W("int8"))),

@@ -135,7 +135,6 @@ def test_the_runner_runs_a_file(name: str, code: int, words: str, tmp_path: Path
 
 PROGRAM = program("mirror_program")
 
-
 # The rest of PyTorch in an installed process.
 OWN_PROGRAM = program("mirror_own_program")
 # A package of the name of torchao, with a part that is mirrored and a part that is not.

@@ -48,7 +48,6 @@ PLANTED = {
     "exp": "layers: rounded down, without half a step in the bias",
 }
 
-
 LAYERS = "layers: rounded down, without half a step in the bias"
 
 

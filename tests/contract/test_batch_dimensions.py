@@ -280,7 +280,6 @@ WRITES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "into a factor": lambda model, x: x @ model.held.new_zeros(4, 4).index_copy(0, torch.tensor([1]), x[:1]),
 }
 
-
 FILLED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "ones times a number": lambda model, x: x + x.new_ones(x.shape[0], 4) * 0.1,
     "zeros plus a number": lambda model, x: x * (torch.zeros(x.shape[0], 4) + 3),

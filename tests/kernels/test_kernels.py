@@ -931,14 +931,12 @@ def test_large_constants_are_looked_at_before_files_are_written(look: str, tmp_p
 # ---- forks ------------------------------------------------------------------------------------------------------------
 FORKS = program("kernels_forks")
 
-
 LOCKS = {
     "runner.lock": "runs",
     "fxquant.ir.model._Collection.lock": "compiles",
     "fxquant.frontend.environment.OwnRandomNumbers._lock": "compiles",
     "fxquant.primitives.record.SWITCHES['cpu'].lock": "compiles",
 }
-
 
 COLLECTION = program("kernels_collection")
 

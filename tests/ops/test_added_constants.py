@@ -29,7 +29,6 @@ def most(target: str, dtype: str) -> int:
 
 by_format = pytest.mark.parametrize(("target", "dtype"), FORMATS, ids=lambda value: str(value))
 
-
 Form = Callable[[Tensor, Any], Tensor]
 FORMS: dict[str, Form] = {
     "x + c": lambda x, c: x + c,

@@ -117,7 +117,6 @@ def sample_of(call: declared.Call) -> Sample:
 CALLS = list(declared.calls())
 FIRST_CALLS = [call for call in CALLS if declared.is_first(call)]
 
-
 # int16: see FINE. uint8: since its zero point is an integer, one end of its interval lies up to half a step inside the values.
 EXTRA = {"int16": FINE, "uint8": 0.5}
 NAMED = [

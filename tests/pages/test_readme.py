@@ -116,7 +116,6 @@ COMPARED = {
 }  # outputs that a page shows; others show 3
 OLD_AND_NEW = ("from-torch-ao", "from-horizon")  # tests/compat/test_guides.py runs their programs
 
-
 GIVEN: dict[str, Any] = {}  # names that a page has before its first block: in README.md the reader's own model and batches
 
 

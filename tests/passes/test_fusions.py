@@ -64,8 +64,6 @@ def test_every_fusion_has_a_picture() -> None:
 
 
 # ---- zeros before a convolution: they are its padding ----------------------------------------------------------------
-
-
 PADDED: dict[str, Callable[[], nn.Module]] = {
     "one dimension": lambda: Network(
         lambda s, x: s.b(F.relu(s.a(F.pad(x.flatten(2), (4, 0))))), a=nn.Conv1d(3, 6, 3, dilation=2), b=nn.Conv1d(6, 4, 4, padding=1)

@@ -30,7 +30,6 @@ from tests.shared.drawn import EXACT, float32, random_integers
 
 pytestmark = pytest.mark.quick
 
-
 EVERY_INT8 = torch.arange(-128, 128).to(torch.int8)
 
 

@@ -157,7 +157,6 @@ CASES = {
     "inside": (compared(coarse_weight, noise, options=fxq.Options(equalize=False)), "_1", ("_1",)),
 }
 
-
 NARROW = ("rounds_to_zero", "inside", "quiet_channels")  # printed for a target without int16
 
 

@@ -84,8 +84,6 @@ def noise(wanted: list[Tensor], actual: list[Tensor]) -> float:
 
 
 # ---- sensitivity ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_qconfig_beside_a_prepared_model_is_refused(prepared: Any, batches: list[Tensor]) -> None:
     with pytest.raises(fxq.errors.ConfigurationError, match="a prepared model has a qconfig already"):
         fxq.search.sensitivity(prepared, batches, qconfig=fxq.QConfig())
@@ -162,8 +160,6 @@ def test_what_no_rule_of_a_mapping_decides_is_left_out(batches: list[Tensor]) ->
 
 
 # ---- the program ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "budget",
@@ -213,8 +209,6 @@ def test_a_budget_that_nothing_keeps_and_a_missing_solver_are_refused(prepared: 
 
 
 # ---- mappings ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_layer_that_is_called_twice_has_a_rule_for_each_call(batches: list[Tensor]) -> None:
     model = shared.Network(lambda m, x: m.conv(torch.tanh(m.conv(x))), conv=nn.Conv2d(3, 3, 1)).eval()
     prepared = fxq.calibrate(fxq.prepare(model, batches[0], "nash-e"), batches)
@@ -295,8 +289,6 @@ def test_what_a_file_cannot_name_is_not_written(tmp_path: Path) -> None:
 
 
 # ---- searches ------------------------------------------------------------------------------------------------------------
-
-
 def test_mixed_precision_keeps_the_budget_the_contract_and_beats_uniform_dtypes(
     model: nn.Module, batches: list[Tensor], tmp_path: Path
 ) -> None:

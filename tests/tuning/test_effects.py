@@ -45,8 +45,6 @@ def test_advice_leaves_out_what_is_not_finite_in_either_form_and_outputs_of_zero
 
 
 # ---- outputs and their parts -----------------------------------------------------------------------------------------------
-
-
 @members(lambda: dict(boxes=nn.Conv2d(3, 4, 1), scores=nn.Conv2d(3, 6, 1)))
 def Detector(self, x: Tensor) -> tuple[Tensor, ...]:
     """Boxes in pixels and scores below 1, concatenated and moved, beside another output."""

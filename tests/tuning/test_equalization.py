@@ -87,7 +87,6 @@ STOPS: dict[str, Callable[[], nn.Module]] = {
     "channels that are mixed": lambda: Chain(lambda m, x: x.transpose(1, 2).contiguous().mean(1, keepdim=True).expand(-1, 8, -1, -1)),
 }
 
-
 Body = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -232,8 +231,6 @@ def _first(prepared: fx.GraphModule) -> fx.Node:
 
 
 # ---- what is chosen ----------------------------------------------------------------------------------------------------
-
-
 class Rescaled(nn.Module):
     """An inverted residual and a head, with channels of very different ranges, which the layers after them undo."""
 

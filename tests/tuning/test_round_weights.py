@@ -119,8 +119,6 @@ def test_of_large_images_parts_are_looked_at() -> None:
 
 
 # ---- errors that cancel -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("columns", [5, 600])  # in one part, and in several
 def test_no_single_step_leaves_less(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxquant.accuracy.moments.SWEEPS", 10**4)

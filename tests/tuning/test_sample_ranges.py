@@ -121,8 +121,6 @@ def test_one_sample_does_not_choose_for_all_others(target: str, monkeypatch: pyt
 
 
 # ---- ranges of inputs ------------------------------------------------------------------------------------------------------
-
-
 def saturating(bounded: bool) -> nn.Module:
     """Large values do the same from a certain size on, or count in full."""
     generator = torch.Generator().manual_seed(0)

@@ -173,7 +173,6 @@ def test_the_scales_of_a_calibration_stay_if_a_method_is_undone(network: nn.Modu
 
 # ---- repeatable, resumable, all or nothing ------------------------------------------------------------------------------------
 
-
 # The steps, where progress is made, at which step the call is killed, what is counted then, and how often it is called by the next call.
 KILLED: dict[str, tuple[Method, int, Any, int, tuple[Any, str], Callable[[fx.GraphModule], int]]] = {
     "adaround": (fxq.tuning.adaround, 12, learn, 26, (learn, "_taught"), lambda p: len(layer_units(p)) - 2),
@@ -329,8 +328,6 @@ def test_what_raises_changes_nothing(method: Method, network: nn.Module) -> None
 
 
 # ---- what each does to the model ------------------------------------------------------------------------------------------------
-
-
 def test_what_was_tuned_is_saved_and_loaded(network: nn.Module, tmp_path: Path) -> None:
     prepared = calibrated(network)
     fxq.tuning.adaround(prepared, LEARNED, **SHORT)
@@ -456,8 +453,6 @@ def test_live_statistics_take_the_place_of_a_correction(network: nn.Module) -> N
 
 
 # ---- batch norms ------------------------------------------------------------------------------------------------------------------
-
-
 def test_statistics_are_those_of_the_batches_after_quantized_weights(network: nn.Module) -> None:
     prepared = calibrated(network)
     scales, trained = fxq.qparams(prepared), {name: value.clone() for name, value in prepared.named_parameters()}
@@ -481,8 +476,6 @@ def test_statistics_are_those_of_the_batches_after_quantized_weights(network: nn
 
 
 # ---- blocks ---------------------------------------------------------------------------------------------------------------------
-
-
 def blocks(model: nn.Module, *inputs: Tensor) -> list[list[str]]:
     prepared = fxq.prepare(model.eval(), inputs)
     return [[node.name for node in unit.weighted] for unit in block_units(prepared)]

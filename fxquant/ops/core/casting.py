@@ -123,7 +123,6 @@ def asked_dtype(asked: Any) -> torch.dtype | None:
 
 # ---- Tensors that a model creates with one number everywhere: `zeros_like`, `new_ones`, `full` of a size that depends on the batch
 
-
 # The fill value of each, from the arguments; None where that is not a number.
 _FILLS: dict[Any, Callable[..., Any]] = {
     # An uninitialized tensor may hold any number.

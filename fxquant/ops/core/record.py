@@ -131,7 +131,6 @@ class Trait(Enum):
 Adapt = Callable[..., "dict[str, Any] | str | Instead"]
 Shape = tuple[int | Fraction, ...]  # at one batch size; a size at half a batch need not be an integer
 
-
 # The call (a function, and its arguments by name) that an operator is of integers; None, or a reason, where it is none.
 OnIntegers = Callable[[dict[str, Any], "TensorFact | None"], "tuple[Callable[..., Any], dict[str, Any]] | str | None"]
 

@@ -36,7 +36,6 @@ from fxquant.training.fused_layers import form_of
 
 # ---- Sums of products of an operand and a weight's integers: narrow, wide, in parts, and the largest accumulator -----
 
-
 # Sums that can be formed in parts, and the dimension of their input channels.
 IN_PARTS: dict[Role | None, int] = {Role.CONVOLUTION: 1, Role.LINEAR: -1}
 

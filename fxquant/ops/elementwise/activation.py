@@ -119,7 +119,6 @@ def clamp(lowering: Lowering, input: Quantized, min: float | None = None, max: f
 
 UNARY["limited"] = clamp, _limited_number  # no operator has this name: on some targets a clamp that is not fused is a table
 
-
 OF_MODULE = "module"  # the kind of a module of the user's
 SCALING = ("dropout", "dropout1d", "dropout2d", "dropout3d")  # the kinds that multiply by a number that is not negative
 DROPOUTS: dict[type, str] = {kind: name for name in (*SCALING, "alpha_dropout", "feature_alpha_dropout") for kind in module_of(name)}

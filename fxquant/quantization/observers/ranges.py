@@ -389,7 +389,6 @@ def in_numbers(*scalars: Tensor) -> bool:
 
 _PLAIN = (Tensor, nn.Parameter)
 
-
 FAR = 2.0  # times as far as a threshold
 
 

@@ -182,7 +182,6 @@ def export_to_onnx(
 
 export_quantized_onnx = functools.partial(export_to_onnx, _exact=True)
 
-
 INTEGER_FILE = "fxquant_integer.fxq"
 
 

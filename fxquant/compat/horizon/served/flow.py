@@ -41,7 +41,6 @@ ARGUMENTS = refusals(
 )
 takes = foreign("horizon", ARGUMENTS)
 
-
 METHODS = {"EAGER": "eager", "SYMBOLIC": "symbolic", "JIT": "jit", "JIT_STRIP": "jit-strip"}  # all of these trace the model
 PrepareMethod = enum.Enum("PrepareMethod", METHODS)  # type: ignore[misc]
 PREPARED: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()  # the models that these functions created, for parts of them

@@ -12,7 +12,6 @@ NAMES = ["bernoulli", "bernoulli2", "bayes", "bayes-e", "bayes-a825-03", "nash",
 SPELLED = {name.upper().replace("-", "_"): name for name in NAMES}
 March = type("March", (), SPELLED | {spelled.title(): name for spelled, name in SPELLED.items()})  # the marches by Horizon's names
 
-
 _march: list[str] = []
 
 

@@ -83,7 +83,6 @@ def sort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = 
 
 stable_sort = sort
 
-
 argmax = torch.argmax
 
 

@@ -99,7 +99,6 @@ _LearnableFakeQuantize, PACTFakeQuantize = FakeQuant(LEARNED), FakeQuant(PACT)
 FakeCast = FakeQuant(FLOAT)
 KINDS: dict[Any, FakeQuant] = {"fake_quant": FakeQuantize, "lsq": _LearnableFakeQuantize, "pact": PACTFakeQuantize}
 
-
 qint4, qint8, qint16, qint32 = "int4", "int8", "int16", "int32"  # fxquant's dtypes
 QuantDType = str
 

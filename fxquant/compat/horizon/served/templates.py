@@ -316,7 +316,6 @@ gemm_int8_calibration_qconfig_setter = _ready("default_calib_8bit_weight_16bit_a
 gemm_int8_qat_qconfig_setter = _ready("default_qat_8bit_weight_16bit_act_fake_quant_qconfig", GEMMInt8Template())
 all_fp16_qconfig_setter = QconfigSetter(templates=(ModuleNameTemplate({"": torch.float16}),))
 
-
 # Functions of (table, topk=None, ratio=None).
 _by_name_of = {name: functools.partial(_sensitive, qconfig) for name, qconfig in NAMED.items()}
 sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter = _by_name_of["default_calib_8bit_weight_16bit_act_fake_quant_qconfig"]
