@@ -17,17 +17,8 @@ from fxquant.ir.integer import qparams
 from fxquant.ops.sampling.resize import _nearest, _neighbours, _weights
 from fxquant.primitives import PRIMITIVES, scatter
 from fxquant.primitives.record import Unproved, Value
-from tests.shared.contract import (
-    TARGETS,
-    all_equal,
-    assert_contract,
-    assert_gradients_reach_every_parameter,
-    assert_integer_is_onnx,
-    assert_train_is_validate,
-    assert_validate_is_integer,
-    compiled,
-    flat,
-)
+from tests.shared import contract
+from tests.shared.contract import TARGETS
 from tests.shared.networks import Network, members, sqnr
 
 Body = Callable[[Tensor], Any]
@@ -93,18 +84,18 @@ def left_in_float(body: Body, target: str) -> dict[str, str]:
 def assert_within(body: Body, target: str, path: Path, steps: float) -> None:
     """The body is integer as a whole, agrees with itself everywhere, and is within `steps` of its float function."""
     assert left_in_float(body, target) == {}
-    prepared, integer = compiled(network(body), batches(), target)
-    assert_integer_is_onnx(integer, path / "model.onnx", batches())
-    assert_validate_is_integer(prepared, integer, *batches()[0])
-    source, *output = flat(integer(*batches()[0]))
-    expected = flat(body(source))
+    prepared, integer = contract.compiled(network(body), batches(), target)
+    contract.assert_integer_is_onnx(integer, path / "model.onnx", batches())
+    contract.assert_validate_is_integer(prepared, integer, *batches()[0])
+    source, *output = contract.flat(integer(*batches()[0]))
+    expected = contract.flat(body(source))
     if steps == 0:
-        assert all_equal(output, expected)
+        assert contract.all_equal(output, expected)
     step = max(grid.scale for node in integer.graph.nodes if (grid := qparams(node)) is not None)
     for one, other in zip(output, expected, strict=True):
         assert float((one - other).abs().max()) <= steps * step + 1e-6
-    assert_train_is_validate(prepared, *batches()[0])
-    assert_gradients_reach_every_parameter(prepared, *batches()[0])
+    contract.assert_train_is_validate(prepared, *batches()[0])
+    contract.assert_gradients_reach_every_parameter(prepared, *batches()[0])
 
 
 @members(lambda bodies: dict(bodies=bodies, modules_of_bodies=nn.ModuleList(body for body in bodies if isinstance(body, nn.Module))))
@@ -126,7 +117,7 @@ def test_eight_fraction_bits_keep_the_contract_in_float32(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("default_outputs")
 def test_infinity_pads_with_the_largest_integer() -> None:
-    _, integer = compiled(network(lambda x: F.pad(x, (1, 1), value=-math.inf)), batches())
+    _, integer = contract.compiled(network(lambda x: F.pad(x, (1, 1), value=-math.inf)), batches())
     source, padded = integer(*batches()[0])
     scale = max(grid.scale for node in integer.graph.nodes if node.name == "pad" and (grid := qparams(node)) is not None)
     assert torch.equal(padded[..., 1:-1], source)
@@ -175,7 +166,7 @@ def test_weights_by_hand() -> None:
 def test_padded_pools_that_move_by_one_run_in_every_runtime(pool: nn.Module, shape: tuple[int, ...], tmp_path: Path) -> None:
     """ONNX's own evaluator forgets their padding, but for that of images."""
     x = torch.randn(shape)
-    _, integer = compiled(pool.eval(), [x])
+    _, integer = contract.compiled(pool.eval(), [x])
     report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [x])
     assert report, str(report)
     assert len(report.pairs) == 5
@@ -196,8 +187,8 @@ SCALARS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_tensors_without_dimensions(name: str, dynamic_shapes: Any, tmp_path: Path) -> None:
     """PyTorch promotes them differently, and lets dimension 0 of a scalar be named."""
     x = torch.randn(4, 3, 5)
-    prepared, integer = compiled(Network(lambda _, x: SCALARS[name](x)), [x], "nash-e", dynamic_shapes=dynamic_shapes)
-    assert_validate_is_integer(prepared, integer, x)
+    prepared, integer = contract.compiled(Network(lambda _, x: SCALARS[name](x)), [x], "nash-e", dynamic_shapes=dynamic_shapes)
+    contract.assert_validate_is_integer(prepared, integer, x)
     if "none is left in float" in fxq.explain(integer):
         assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [x])
     with torch.no_grad():
@@ -235,11 +226,11 @@ def test_places_are_written_at_every_opset(opset: int, tmp_path: Path) -> None:
             torch.zeros_like(x).scatter(1, x.argmax(1, keepdim=True), 1.0),
         )
 
-    prepared, integer = compiled(live(brought), planes())
+    prepared, integer = contract.compiled(live(brought), planes())
     assert "none is left in float" in fxq.explain(prepared)
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", opset=opset)
     assert fxq.verify(integer, path, [(batch,) for batch in planes()])
-    assert_validate_is_integer(prepared, integer, planes()[0])
+    contract.assert_validate_is_integer(prepared, integer, planes()[0])
 
 
 def assigned(x: Tensor, index: Any) -> Tensor:
@@ -264,8 +255,8 @@ LISTS: dict[str, list[Any]] = {
 def test_a_list_of_entries_is_the_index_that_pytorch_takes_it_for(name: str, tmp_path: Path) -> None:
     index = LISTS[name]
     model = live(lambda x: (x[index], assigned(x, index)))
-    prepared, integer = compiled(model, planes())
-    assert_contract(prepared, tmp_path / "model.onnx", planes()[0], integer=integer)
+    prepared, integer = contract.compiled(model, planes())
+    contract.assert_contract(prepared, tmp_path / "model.onnx", planes()[0], integer=integer)
     assert next(layer.dtype for layer in fxq.inspect.layers(prepared) if layer.name == "getitem") == "int8"
     for wanted, actual in zip(model(planes()[1]), integer(planes()[1]), strict=True):
         assert wanted.shape == actual.shape

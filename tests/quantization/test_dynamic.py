@@ -12,15 +12,7 @@ import fxquant as fxq
 from fxquant import primitives
 from fxquant.accuracy.choices import Choices
 from fxquant.search.observer_search import with_observer
-from tests.shared import oracle
-from tests.shared.contract import (
-    all_equal,
-    assert_gradients_reach_every_parameter,
-    assert_integer_is_onnx,
-    assert_train_is_validate,
-    assert_validate_is_integer,
-    same_bytes,
-)
+from tests.shared import contract, oracle
 from tests.shared.networks import members, written
 
 DYNAMIC = fxq.QConfig(dynamic=True)
@@ -141,10 +133,10 @@ def test_every_form_in_pytorch_has_the_same_bits(name: str) -> None:
     model = live(config())
     prepared, integer = converted(model, example)
     assert sum(layer.dynamic for layer in fxq.inspect.layers(integer)) == count
-    assert_validate_is_integer(prepared, integer, example)
-    assert_validate_is_integer(prepared, integer, drawn(*(3, *example.shape[1:]), seed=5) * 4)
-    assert_train_is_validate(prepared, example)
-    assert_gradients_reach_every_parameter(prepared, example)
+    contract.assert_validate_is_integer(prepared, integer, example)
+    contract.assert_validate_is_integer(prepared, integer, drawn(*(3, *example.shape[1:]), seed=5) * 4)
+    contract.assert_train_is_validate(prepared, example)
+    contract.assert_gradients_reach_every_parameter(prepared, example)
     with torch.no_grad():
         wanted, actual = model(example), integer(example)
     for one, other in zip(*((value if isinstance(value, tuple) else (value,)) for value in (actual, wanted)), strict=True):
@@ -156,7 +148,7 @@ def test_a_file_has_the_same_bits(target: str, tmp_path: Path) -> None:
     model = live(product_model())
     _, integer = converted(model, drawn(4, 6), target=target)
     batches = [(drawn(4, 6, seed=7) * size,) for size in (1.0, 0.0, 1e-42, 1e35)]
-    assert_integer_is_onnx(integer, tmp_path / "exact.onnx", [*batches, (drawn(2, 6, seed=8),)])
+    contract.assert_integer_is_onnx(integer, tmp_path / "exact.onnx", [*batches, (drawn(2, 6, seed=8),)])
     fxq.export_onnx(integer, tmp_path / "fast.onnx", style="fast")
     assert fxq.verify(integer, tmp_path / "fast.onnx", batches)
 
@@ -175,18 +167,18 @@ def test_kernels_have_the_bits_of_the_primitive() -> None:
     _, plain = converted(model, X, kernels="reference")
     for operand in (*OPERANDS.values(), drawn(7, 5), X.repeat(1, 2)[:, ::2], X[:0]):
         for _ in range(3):  # primitives, kernels, kernels again
-            assert same_bytes(integer(operand), plain(operand))
+            assert contract.same_bytes(integer(operand), plain(operand))
 
 
 def test_learned_scales_and_saved_files(tmp_path: Path) -> None:
     learned = fxq.QConfig(weight=fxq.WeightConfig("int4", training="learned"), dynamic=True)
     prepared = fxq.prepare(live(product_model()), (drawn(4, 6),), "x86", learned)
     fxq.set_state(prepared, fxq.State.TRAIN)
-    assert_gradients_reach_every_parameter(prepared.train(), drawn(4, 6))
+    contract.assert_gradients_reach_every_parameter(prepared.train(), drawn(4, 6))
     again = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
-    assert all_equal(again(drawn(4, 6)), prepared(drawn(4, 6)))
+    assert contract.all_equal(again(drawn(4, 6)), prepared(drawn(4, 6)))
     integer = fxq.convert(prepared)
-    assert all_equal(fxq.load(fxq.save(integer, tmp_path / "integer.fxq"))(drawn(4, 6)), integer(drawn(4, 6)))
+    assert contract.all_equal(fxq.load(fxq.save(integer, tmp_path / "integer.fxq"))(drawn(4, 6)), integer(drawn(4, 6)))
     rules = fxq.QConfigMapping(default=None).set_object_type(nn.Linear, learned)
     assert fxq.load_qconfig(fxq.save_qconfig(rules, tmp_path / "rules.json")) == rules
 
