@@ -348,9 +348,9 @@ def test_metadata_is_true_of_what_a_file_takes_and_returns(style: str, io: str, 
     said = fxq.export.onnx_metadata(path)
     session = onnxruntime.InferenceSession(str(path))
     (taken,) = said["inputs"]
-    scale = said["tensors"][taken["tensor"]]["scale"]
-    quantized = torch.clamp(torch.round(rows() / scale), -128, 127)
-    feed = rows().numpy() if io == "float" else _stored(quantized, said["tensors"][taken["tensor"]])
+    grid = said["tensors"][taken["tensor"]]
+    quantized = torch.clamp(torch.round(rows() / grid["scale"]), -128, 127) + grid["zero_point"]
+    feed = rows().numpy() if io == "float" else quantized.numpy().astype(grid["storage"])
     assert session.get_inputs()[0].type == f"tensor({taken['dtype']})"
     assert feed.dtype == helper.tensor_dtype_to_np_dtype(getattr(onnx.TensorProto, taken["dtype"].upper()))
     for entry, actual, wanted in zip(said["outputs"], session.run(None, {taken["name"]: feed}), integer(rows()), strict=True):
@@ -366,10 +366,6 @@ def test_metadata_is_true_of_what_a_file_takes_and_returns(style: str, io: str, 
             assert (real - wanted).abs().max() <= 0.1 * wanted.abs().max()
         else:
             assert same_bytes(real, wanted)
-
-
-def _stored(integers: Tensor, entry: dict[str, Any]) -> np.ndarray[Any, Any]:
-    return (integers + entry["zero_point"]).numpy().astype(entry["storage"])
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, str]], object]:

@@ -142,15 +142,10 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def pooled(name: str) -> Any:
-    """A convolution, and a function of its output."""
-    return written(lambda m, x: FUNCTIONS[m.name](m.conv(x)), conv=nn.Conv2d(3, 8, 3), name=name)
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_model_is_pickled_in_every_form(name: str) -> None:
-    model, x = pooled(name).eval(), torch.randn(2, 3, 16, 16)
+    model, x = written(lambda m, x: FUNCTIONS[name](m.conv(x)), conv=nn.Conv2d(3, 8, 3)).eval(), torch.randn(2, 3, 16, 16)
     traced = fxq.prepare(model, x, until="canonical.rewrite")
     prepared, integer = compiled(model, [x])
     for form in (traced, prepared, integer):

@@ -29,10 +29,6 @@ from tests.conftest import Golden
 from tests.shared.networks import written
 
 
-def network() -> Any:
-    return written(lambda m, image: m.head(m.conv(image).relu().mean((2, 3))), conv=nn.Conv2d(2, 4, 3), head=nn.Linear(4, 3))
-
-
 def batch() -> Tensor:
     return torch.randn(4, 2, 6, 6)
 
@@ -53,7 +49,8 @@ class World:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.model = network().eval()
+        layers = {"conv": nn.Conv2d(2, 4, 3), "head": nn.Linear(4, 3)}
+        self.model = written(lambda m, image: m.head(m.conv(image).relu().mean((2, 3))), **layers).eval()
         self.result = fxq.quantize(self.model, [batch()], "nash-e")
         self.prepared, self.integer = self.result.prepared, self.result.integer
         self.onnx, self.file = fxq.export_onnx(self.integer, directory / "model.onnx"), fxq.save(self.integer, directory / "model.fxq")

@@ -1,6 +1,5 @@
 """A requantization written as one rounded division: equal to its definition for every integer there can be."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,11 @@ import fxquant as fxq
 from fxquant import backends
 from fxquant.backends.bpu import CHIP, REAL, WIDTHS
 from fxquant.numerics.grids import FLOAT32_EXACT, INT8, IntType, Ratio
-from fxquant.primitives import accumulate
+from fxquant.primitives import accumulate, quantization
 from fxquant.primitives.arithmetic import Arithmetic, Composer, FixedArithmetic, RealArithmetic
 from fxquant.primitives.elementwise import align_fixed, align_real
 from fxquant.primitives.proof import unproved
-from fxquant.primitives.quantization import (
-    HALF_STEPS,
-    NEAREST_HALF_STEP,
-    Rounded,
-    _rounded_fixed,
-    _rounded_half_step,
-    half_step,
-    requantize_fixed,
-    requantize_real,
-    rounded,
-    steps_of_fixed,
-    steps_of_half_step,
-)
+from fxquant.primitives.quantization import HALF_STEPS, NEAREST_HALF_STEP, Rounded, _rounded_fixed, _rounded_half_step
 from fxquant.target import Target
 from tests.shared import contract
 from tests.shared.drawn import EXACT
@@ -46,7 +33,7 @@ shifts = st.integers(14, 31)
 def by_definition(whole: Tensor, shift: int, multiplier: Tensor, right_shift: int, rounding: str, low: int, high: int) -> Tensor:
     """`requantize_fixed` of a row of integers for each multiplier."""
     constants = torch.full_like(multiplier, shift), multiplier, torch.full_like(multiplier, right_shift)
-    return requantize_fixed(whole.expand(multiplier.shape[0], -1), *constants, 16, rounding, low, high, torch.int8)
+    return quantization.requantize_fixed(whole.expand(multiplier.shape[0], -1), *constants, 16, rounding, low, high, torch.int8)
 
 
 def numbers(shift: int, right_shift: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +54,9 @@ def by_quotient(whole: Tensor, how: Rounded, low: int, high: int) -> Tensor:
 def test_the_rest_of_fixed_is_a_division_wherever_one_is_found(numbers: list[int], right_shift: int, limits: tuple[int, int]) -> None:
     multiplier = torch.tensor(numbers, dtype=torch.int32)[:, None]
     size = 2.0**right_shift / multiplier.double()
-    how = rounded(steps_of_fixed(multiplier, torch.full_like(multiplier, right_shift), *limits), size[:, :, None], *limits)
+    how = quantization.rounded(
+        quantization.steps_of_fixed(multiplier, torch.full_like(multiplier, right_shift), *limits), size[:, :, None], *limits
+    )
     if bool((size * (max(limits[1], -limits[0]) + 0.5) < 2**15).all()):  # as the first shift has it, and nothing saturates before
         assert how is not None
         wanted = by_definition(SIXTEEN_BITS, 0, multiplier, right_shift, "half_up", *limits)
@@ -78,7 +67,7 @@ def test_ties_on_both_sides_of_zero_take_a_fraction_of_a_step() -> None:
     multiplier, right_shift = torch.full((1, 1, 1), 2**14, dtype=torch.int32), torch.full((1, 1, 1), 15, dtype=torch.int32)
     size = torch.full((1, 1, 1), 2.0, dtype=torch.float64)  # 1/2 rounds up to 1, and -1/2 up to 0
     for low, added in ((-128, True), (0, False)):
-        how = rounded(steps_of_fixed(multiplier, right_shift, low, 127), size, low, 127)
+        how = quantization.rounded(quantization.steps_of_fixed(multiplier, right_shift, low, 127), size, low, 127)
         assert (how.add is not None) == added
         wanted = by_definition(SIXTEEN_BITS, 0, multiplier.reshape(1, 1), 15, "half_up", low, 127)
         assert torch.equal(by_quotient(SIXTEEN_BITS, how, low, 127), wanted)
@@ -87,15 +76,15 @@ def test_ties_on_both_sides_of_zero_take_a_fraction_of_a_step() -> None:
 def test_steps_that_lie_on_no_line_are_no_division() -> None:
     steps = torch.arange(-127, 128)[None] * 10 - 5
     size = torch.full((1, 1, 1), 10.0, dtype=torch.float64)
-    assert rounded(steps, size, -128, 127) is not None
+    assert quantization.rounded(steps, size, -128, 127) is not None
     steps[0, 100] += 7
-    assert rounded(steps, size, -128, 127) is None
+    assert quantization.rounded(steps, size, -128, 127) is None
 
 
 def test_a_channel_whose_multiplier_is_zero_gives_zero() -> None:
     multiplier, right_shift = torch.tensor([[0], [20001]], dtype=torch.int32), torch.full((2, 1), 24, dtype=torch.int32)
     size = torch.tensor([[[2.0**25]], [[2.0**24 / 20001]]], dtype=torch.float64)
-    how = rounded(steps_of_fixed(multiplier, right_shift, -128, 127), size, -128, 127)
+    how = quantization.rounded(quantization.steps_of_fixed(multiplier, right_shift, -128, 127), size, -128, 127)
     assert how is not None
     assert torch.equal(by_quotient(SIXTEEN_BITS, how, -128, 127), by_definition(SIXTEEN_BITS, 0, multiplier, 24, "half_up", -128, 127))
 
@@ -108,10 +97,10 @@ def test_half_steps_of_powers_of_two_are_one_division(total: int, limits: tuple[
     constants = numbers(shift, right_shift)
     how = _rounded_half_step(*constants, 2**15, *limits, rounding)
     if total == 0 and rounding == NEAREST_HALF_STEP:  # half a step is a whole one there: no power of two
-        assert int(half_step(*constants, rounding)) == 1
+        assert int(quantization.half_step(*constants, rounding)) == 1
         return
-    half = half_step(*constants, rounding)
-    near = torch.cat([torch.arange(-3, 4) + step for step in steps_of_half_step(*constants, half, *limits)[0].tolist()])
+    half = quantization.half_step(*constants, rounding)
+    near = torch.cat([torch.arange(-3, 4) + step for step in quantization.steps_of_half_step(*constants, half, *limits)[0].tolist()])
     whole = torch.cat([near, torch.tensor([-(2**23), 2**23 - 1]), torch.arange(-3000, 3000)]).unique()
     whole = whole[(whole.abs() <= 2**23) & (total > 0 or whole.abs() < 2**15)]
     assert how is not None
@@ -130,7 +119,7 @@ def test_what_is_rounded_down_is_a_division_wherever_one_is_found(numbers: list[
     multiplier = torch.tensor(numbers, dtype=torch.int32)[:, None, None]
     shift = torch.full_like(multiplier, right_shift)
     how = _rounded_fixed(multiplier, shift, 2**15, *limits, lowered=True)
-    reached = steps_of_half_step(torch.zeros_like(shift), multiplier, shift, torch.zeros_like(shift), *limits)
+    reached = quantization.steps_of_half_step(torch.zeros_like(shift), multiplier, shift, torch.zeros_like(shift), *limits)
     if right_shift in (21, 22) and bool((reached.abs() < 2**15).all()):
         assert how is not None
     if how is not None:
@@ -185,7 +174,7 @@ class Mixed(FixedArithmetic):
 
     final_rounding: str = "floor"
 
-    primitives = frozenset((requantize_fixed, align_real))
+    primitives = frozenset((quantization.requantize_fixed, align_real))
 
     def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:
         return RealArithmetic.align(self, composer, value, ratio, dtype, role, wide)  # type: ignore[arg-type]
@@ -201,10 +190,6 @@ def Net(self, x: Tensor) -> Tensor:
     return torch.cat((torch.sigmoid(left) + right, right), 1).mean((2, 3))
 
 
-def targets_of(integer: Any) -> set[Callable[..., Any]]:
-    return {node.target for node in integer.graph.nodes if node.op == "call_function"}
-
-
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target is known by name, as a family in a folder of its own would be."""
@@ -216,9 +201,9 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_third_arithmetic_holds_the_contract(tmp_path: Path) -> None:
     batch = torch.randn(4, 3, 8, 8)
     prepared, integer = contract.compiled(Net(), [batch], "mixed")
-    result = targets_of(integer)
+    result = {node.target for node in integer.graph.nodes}
     assert Mixed.primitives <= result
-    assert not result & {requantize_real, align_fixed}
+    assert not result & {quantization.requantize_real, align_fixed}
     contract.assert_validate_is_integer(prepared, integer, batch)
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,)])
     contract.assert_train_is_validate(prepared, batch)

@@ -56,13 +56,9 @@ class Sums(nn.Module):
         return [FORMS[form](x, constant) for constant in constants for form in self.forms]
 
 
-def config(dtype: str) -> fxq.QConfig:
-    return fxq.QConfig(fxq.ActivationConfig(dtype, observer=MinMaxObserver))
-
-
 def quantized(model: nn.Module, x: Tensor, target: str, dtype: str) -> dict[str, tuple[Tensor, float]]:
     """The integers and the scale of the input, then of every sum, by name."""
-    integer = compiled(model, [x], target, config(dtype)).integer
+    integer = compiled(model, [x], target, fxq.QConfig(fxq.ActivationConfig(dtype, observer=MinMaxObserver))).integer
     values = graph_values(integer, x)
     return {node.name: (values[node.name], float(grid.scale)) for node in integer.graph.nodes if (grid := qparams(node)) is not None}
 

@@ -65,10 +65,6 @@ def inline(net: nn.Module, x: Tensor) -> Tensor:
     return net.b(y)
 
 
-def of_python(net: nn.Module, x: Tensor) -> Tensor:
-    return net.a(x) * random.random() if net.training else net.a(x)
-
-
 RANDOM: dict[str, nn.Module] = {
     "dropout": Net(lambda net, x: net.b(net.parts[0](net.a(x))), nn.Dropout(0.5)),
     "dropout, a function": Net(lambda net, x: net.b(F.dropout(net.a(x), net.p, net.training))),
@@ -91,7 +87,7 @@ LOST: dict[str, tuple[nn.Module, str]] = {
     "tokens": (Net(lambda net, x: net.b(net.parts[0](net.a(x))).mean(1), DropTokens()), "torch.randperm"),
     "in a forward with layers": (Net(inline), "# multiplied"),
     "rrelu, a function": (Net(lambda net, x: net.b(F.rrelu(net.a(x), training=net.training))), "F.rrelu"),
-    "Python's numbers": (Net(of_python), "Python's random or numpy.random"),
+    "Python's numbers": (Net(lambda net, x: net.a(x) * random.random() if net.training else net.a(x)), "Python's random or numpy.random"),
 }
 
 

@@ -89,11 +89,7 @@ def test_equal_mappings_are_those_that_say_the_same() -> None:
     assert fxq.QConfigMapping(patterns=dict(one)) != fxq.QConfigMapping(patterns=dict(other))
 
 
-def pickled(built: Any) -> Any:
-    return pickle.loads(pickle.dumps(built))
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda built: pickle.loads(pickle.dumps(built))])
 def test_copies_are_equal(copied: Callable[[Any], Any]) -> None:
     built = full().set_global(fxq.QConfig(ACT(observer=fxq.observers.PercentileObserver(99.0))))
     assert copied(built) == built
