@@ -75,6 +75,11 @@ def index(x: Tensor, function: str) -> Tensor:
     return getattr(torch, function)(x, 1, True)
 
 
+def read(function: Callable[[Tensor], Tensor], reader: Callable[[Tensor, Tensor], Tensor], count: int) -> Built:
+    """A function of an image, and a reader of the image and the function's result, if there is to be one."""
+    return of(lambda x: reader(x, function(x)) if count else function(x), image())
+
+
 def sampled(height: int, width: int) -> Built:
     """Four points of an image of this size."""
     return of(lambda x, y: F.grid_sample(x, y.tanh(), align_corners=False), image(1, height, width), (4, 2, 2, 2))
@@ -88,6 +93,7 @@ INT16 = fxq.QConfig(output=fxq.ActivationConfig("int16"))
 
 FAMILIES = {"bernoulli2": ("bernoulli2",), "bayes": ("bayes", "bayes-e"), "nash": ("nash-e", "nash-p")}
 CURVES, PLACES = (nn.Sigmoid, nn.Tanh, nn.SiLU, nn.GELU), ("argmax", "argmin")
+READERS = "number of readers inside the model"
 Limit = tuple[str, str, Callable[[Any], Built], Any, Any]  # the fields of a Row but its family
 ARITHMETIC: dict[str, Callable[[Any, Any], Tensor]] = {"add": torch.add, "sub": torch.sub, "mul": torch.mul}
 
@@ -113,19 +119,16 @@ BERNOULLI2: list[Limit] = [
     ("conv2d", "weights for one output channel", lambda c: conv(image(c, 4, 4), kernel_size=4), 2048, 2049),
     ("conv2d", "dilation", lambda d: conv(kernel_size=3, dilation=d), 4, 3),
     ("conv2d", "dilation", lambda d: conv(kernel_size=3, dilation=d), 2, 8),
-    ("conv2d", "stride where it is dilated", lambda s: conv(kernel_size=3, dilation=2, stride=s), 1, 2),
-    ("conv2d", "stride with a residual added", with_residual, 2, 3),
-    ("conv_transpose2d", "kernel", lambda k: transposed(kernel_size=k), 14, 15),
     ("conv_transpose2d", "kernel", lambda k: transposed(kernel_size=k), 2, 1),
-    ("conv_transpose2d", "channels", lambda c: transposed(image(c, 2, 2)), 2048, 2049),
     ("conv_transpose2d", "stride", lambda s: transposed(kernel_size=5, stride=s), 4, 5),
     ("conv_transpose2d", "stride", lambda s: transposed(kernel_size=5, stride=s), 2, 1),
     ("conv_transpose2d", "padding beyond (kernel - 1) / 2", lambda p: transposed(kernel_size=5, padding=p), 2, 3),
-    ("conv_transpose2d", "dilation", lambda d: transposed(kernel_size=3, dilation=d), 1, 2),
     ("avg_pool2d", "kernel", lambda k: built(nn.AvgPool2d(k), image(2, 16, 16)), 7, 11),
     ("adaptive_avg_pool2d", "kernel", lambda k: built(nn.AdaptiveAvgPool2d(2), image(2, 2 * k, 2 * k)), 7, 11),
     ("avg_pool2d", "stride", lambda s: built(nn.AvgPool2d(2, s), image(1, 200, 4)), 185, 186),
     ("adaptive_avg_pool2d", "area of a global average", lambda h: built(nn.AdaptiveAvgPool2d(1), image(1, h, 2)), 4096, 4097),
+    ("adaptive_avg_pool2d", "side of an averaged image", lambda s: built(nn.AdaptiveAvgPool2d(1), image(2, s, 4)), 7, 11),
+    ("mean", "side of an averaged image", lambda s: of(lambda x: x.mean((2, 3), True), image(2, s, 4)), 14, 17),
     ("max_pool2d", "kernel", lambda k: built(nn.MaxPool2d((k, 1)), image(1, 70, 4)), 64, 65),
     ("max_pool2d", "stride", lambda s: built(nn.MaxPool2d(2, s), image(1, 300, 4)), 256, 257),
     ("mul", "broadcasting", lambda shape: of(torch.mul, image(), shape), (1, 1, 1, 1), (2, 8, 8)),
@@ -135,18 +138,10 @@ BERNOULLI2: list[Limit] = [
     ("interpolate", "resize factor", lambda n: built(nn.Upsample(size=(1, 1)), image(1, n, 1)), 256, 257),
     ("interpolate", "resize factor that is not a power of two", lambda f: built(nn.Upsample(scale_factor=f), image()), 4, 3),
     ("interpolate", "resize factor that is not a power of two", lambda f: built(nn.Upsample(scale_factor=f), image()), 0.5, 0.75),
-    ("interpolate", "align_corners", lambda a: built(nn.Upsample(scale_factor=2, mode="bilinear", align_corners=a), image()), False, True),
     ("mean", "reduced dimension", lambda d: of(lambda x: x.mean(d, keepdim=True), image()), 1, (2, 3)),
     ("sum", "reduced dimension", lambda d: of(lambda x: x.sum(d, keepdim=True), image()), 1, 2),
     ("amax", "reduced dimension", lambda d: largest(dim=d, keepdim=True), 1, 2),
-    ("amax", "reduced size", lambda c: of(lambda x: torch.amax(x, 1, True), image(c)), 64, 65),
-    (
-        "amax",
-        "number of readers inside the model",
-        lambda n: of(lambda x: torch.amax(x, 1, True) if n == 0 else torch.sigmoid(torch.amax(x, 1, True)), image()),
-        0,
-        1,
-    ),
+    ("amax", READERS, lambda n: read(lambda x: torch.amax(x, 1, True), lambda x, y: torch.sigmoid(y), n), 0, 1),
     ("pad", "padding mode", lambda mode: of(lambda x: F.pad(x, [1, 1, 1, 1], mode), image()), "replicate", "reflect"),
     ("pad", "padding mode", lambda mode: of(lambda x: F.pad(x, [1, 1, 1, 1], mode), image()), "constant", "circular"),
     ("exp", "elements, aligned", lambda c: of(torch.exp, image(c, 16, 16)), 32, 33),
@@ -177,29 +172,23 @@ BAYES: list[Limit] = [
     ("conv2d", "weights for one output channel", lambda k: conv(image(255, 1, k), kernel_size=(1, k)), 257, 258),
     ("conv2d", "stride", lambda s: conv(image(1, 1, 300), stride=(1, s)), 256, 257),
     ("conv2d", "dilation", lambda d: conv(kernel_size=2, dilation=d), 16, 17),
-    ("conv2d", "stride where it is dilated", lambda s: conv(kernel_size=3, dilation=2, stride=s), 1, 2),
     ("conv2d", "padding", lambda p: conv(image(1, 1, 1), padding=(0, p)), 256, 257),
-    ("conv2d", "stride with a residual added", with_residual, 2, 3),
     ("conv3d", "kernel in depth and height", lambda k: conv3d(kernel_size=(k, 1, 1)), 9, 10),
     ("conv3d", "kernel in depth and height", lambda k: conv3d(kernel_size=(1, k, 11)), 9, 10),
     ("conv3d", "kernel in width", lambda k: conv3d((1, 2, 1, 1, 8192), kernel_size=(1, 1, k)), 8191, 8192),
     ("conv3d", "padding beyond kernel / 2", lambda p: conv3d(kernel_size=4, padding=p), 2, 3),
     ("conv_transpose2d", "output channels", lambda c: transposed(image(1, 2, 2), out_channels=c), 2048, 2049),
     ("conv_transpose2d", "batch", lambda batch: transposed((batch, 2, 2, 2)), 128, 129),
-    ("conv_transpose2d", "dilation", lambda d: transposed(kernel_size=3, dilation=d), 1, 2),
     ("conv_transpose2d", "padding beyond kernel / stride", lambda p: transposed(kernel_size=5, stride=2, padding=p), 2, 3),
     ("max_pool2d", "sizes", lambda w: built(nn.MaxPool2d(2), image(1, 2, w)), 8192, 8193),
     ("permute", "place of the batch", lambda d: of(lambda x: x.transpose(d, 1), image()), 2, 0),
-    ("interpolate", "align_corners", lambda a: built(nn.Upsample(scale_factor=2, mode="bilinear", align_corners=a), image()), False, True),
     ("conv3d", "stride", lambda s: conv3d(stride=s), 2, 3),
     ("conv3d", "number of different strides", lambda s: conv3d(stride=(1, 1, s)), 1, 2),
     ("conv3d", "groups", lambda g: conv3d(groups=g), 1, 2),
     ("conv3d", "dilation", lambda d: conv3d(kernel_size=2, dilation=d), 1, 2),
     ("conv3d", "batch", lambda batch: conv3d((batch, 2, 1, 1, 1)), 128, 129),
-    ("conv_transpose2d", "kernel", lambda k: transposed(kernel_size=k), 14, 15),
     ("conv_transpose2d", "stride", lambda s: transposed(kernel_size=15, stride=s), 14, 15),
     ("conv_transpose2d", "stride beyond the kernel", lambda s: transposed(kernel_size=3, stride=s), 3, 4),
-    ("conv_transpose2d", "channels", lambda c: transposed(image(c, 2, 2)), 2048, 2049),
     ("conv_transpose2d", "output padding", lambda p: transposed(kernel_size=4, stride=3, output_padding=p), 1, 2),
     ("conv_transpose2d", "weights for one output channel", lambda c: transposed(image(c, 2, 2), kernel_size=6), 1820, 1821),
     ("linear", "features", lambda n: built(nn.Linear(n, 1), (4, n)), 8192, 8193),
@@ -216,7 +205,6 @@ BAYES: list[Limit] = [
     ("cat", "concatenated dimension", lambda d: of(lambda x, y: torch.cat([x, y], d).tanh(), image(), image()), 1, 0),
     ("matmul", "matrix sizes", lambda n: of(torch.matmul, (4, 1, n), (4, n, 1)), 8192, 8193),
     ("interpolate", "sizes", lambda w: built(nn.Upsample(scale_factor=2), image(1, 1, w)), 4096, 4097),
-    ("amax", "reduced size", lambda c: of(lambda x: torch.amax(x, 1, True), image(c)), 64, 65),
     ("pad", "padding mode", lambda mode: of(lambda x: F.pad(x, [1, 1, 1, 1], mode), image()), "circular", "reflect"),
     ("grid_sample", "image size", lambda w: sampled(1, w), 1024, 1025),
     ("grid_sample", "image area", lambda h: sampled(h, 1024), 720, 721),
@@ -231,10 +219,6 @@ BAYES: list[Limit] = [
         )
     ),
 ]
-BERNOULLI2 += [
-    ("adaptive_avg_pool2d", "side of an averaged image", lambda s: built(nn.AdaptiveAvgPool2d(1), image(2, s, 4)), 7, 11),
-    ("mean", "side of an averaged image", lambda s: of(lambda x: x.mean((2, 3), True), image(2, s, 4)), 14, 17),
-]
 NASH: list[Limit] = [
     ("max_pool1d", "dilation", lambda d: built(nn.MaxPool1d(2, 1, 0, d), (4, 2, 8)), 1, 2),
     ("max_pool2d", "dilation", lambda d: built(nn.MaxPool2d(2, 1, 0, d), image()), 1, 2),
@@ -248,16 +232,16 @@ NASH: list[Limit] = [
     ("any", "reduced size", lambda n: of(lambda x: torch.any(x > 0, 1), (4, n)), 65535, 65536),
 ]
 BOTH: list[Limit] = [
-    row
-    for name in PLACES
-    for row in (
-        (name, "reduced size", lambda c, name=name: of(lambda x: index(x, name), image(c)), 64, 65),
-        (
-            name, "number of readers inside the model",
-            lambda n, name=name: of(lambda x: index(x, name) if n == 0 else x.gather(1, index(x, name)), image()), 0, 1,
-        ),
-    )
-]  # fmt: skip
+    ("conv2d", "stride where it is dilated", lambda s: conv(kernel_size=3, dilation=2, stride=s), 1, 2),
+    ("conv2d", "stride with a residual added", with_residual, 2, 3),
+    ("conv_transpose2d", "kernel", lambda k: transposed(kernel_size=k), 14, 15),
+    ("conv_transpose2d", "channels", lambda c: transposed(image(c, 2, 2)), 2048, 2049),
+    ("conv_transpose2d", "dilation", lambda d: transposed(kernel_size=3, dilation=d), 1, 2),
+    ("interpolate", "align_corners", lambda a: built(nn.Upsample(scale_factor=2, mode="bilinear", align_corners=a), image()), False, True),
+    ("amax", "reduced size", lambda c: of(lambda x: torch.amax(x, 1, True), image(c)), 64, 65),
+    *((name, "reduced size", lambda c, name=name: of(lambda x: index(x, name), image(c)), 64, 65) for name in PLACES),
+    *((name, READERS, lambda n, name=name: read(lambda x: index(x, name), lambda x, y: x.gather(1, y), n), 0, 1) for name in PLACES),
+]
 EVERY: list[Limit] = [
     ("avg_pool2d", "count_include_pad", lambda c: built(nn.AvgPool2d(3, 1, 1, count_include_pad=c), image()), True, False),
     ("avg_pool2d", "divisor_override", lambda d: built(nn.AvgPool2d(3, divisor_override=d), image()), None, 7),
@@ -266,12 +250,12 @@ ROWS = [Row("bernoulli2", *row) for row in BERNOULLI2 + BOTH + EVERY]
 ROWS += [Row("bayes", *row) for row in BAYES + BOTH + EVERY] + [Row("nash", *row) for row in NASH + EVERY]
 
 
-def check(one: Built, target: str, qconfig: Any = None) -> fxq.results.Findings:
+def check(one: Built, target: str, qconfig: Any = None, options: fxq.Options | None = None) -> fxq.results.Findings:
     """Return a target's findings for a model and a batch of these shapes; large tensors have no content."""
     large = max(torch.Size(shape).numel() for shape in one.shapes) > 2**24
     inputs = tuple(torch.empty(shape, device="meta" if large else "cpu") for shape in one.shapes)
     traced = fxq.trace(one.model, inputs, options=fxq.Options(dynamic_shapes={}), check=False)
-    return fxq.check(traced, inputs, target, qconfig)
+    return fxq.check(traced, inputs, target, qconfig, options=options or fxq.Options())
 
 
 def broken(findings: fxq.results.Findings, operator: str, measure: str) -> bool:

@@ -11,7 +11,7 @@ import fxquant as fxq
 from fxquant.backends import TARGETS
 from fxquant.ops import OPERATORS
 from fxquant.remedies import REMEDIES
-from tests.analysis.test_check import FAMILIES, ROWS, Row
+from tests.analysis.test_check import FAMILIES, ROWS, Row, check
 from tests.shared import contract
 from tests.shared.contract import compiled
 from tests.shared.networks import members
@@ -36,12 +36,7 @@ def test_every_remedy_is_about_what_exists() -> None:
 
 
 def adapted(row: Row) -> fxq.results.Findings:
-    target, one = FAMILIES[row.family][0], row.model(row.outside)
-    large = max(torch.Size(shape).numel() for shape in one.shapes) > 2**24
-    inputs = tuple(torch.empty(shape, device="meta" if large else "cpu") for shape in one.shapes)
-    return fxq.check(
-        fxq.trace(one.model, inputs, options=fxq.Options(dynamic_shapes={}), check=False), inputs, target, options=fxq.Options(adapt=True)
-    )
+    return check(row.model(row.outside), FAMILIES[row.family][0], options=fxq.Options(adapt=True))
 
 
 def test_what_breaks_a_limit_keeps_it_once_it_is_adapted() -> None:
