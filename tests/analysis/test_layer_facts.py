@@ -61,15 +61,8 @@ MACS = {
     "bmm": 60 * 5 * 60,
 }
 ELEMENTS = {
-    "plain": 8 * 25,
-    "silu": 8 * 25,
-    "grouped": 12 * 15,
-    "up": 6 * 60,
-    "alone": 6 * 60,
-    "head": 300,
-    "bmm": 3600,
-    "logcumsumexp": 300,
-}
+    "plain": 8 * 25, "silu": 8 * 25, "grouped": 12 * 15, "up": 6 * 60, "alone": 6 * 60, "head": 300, "bmm": 3600, "logcumsumexp": 300,
+}  # fmt: skip
 WEIGHTS = {"plain": 8 * 27, "grouped": 12 * 6, "up": 12 * 8, "head": 30, "matmul": 35, "alone": 6, "bmm": 0, "silu": 0, "logcumsumexp": 0}
 BIASES = {"plain": 8, "grouped": 12, "up": 6, "head": 5, "alone": 6}  # a batch norm brings a bias
 

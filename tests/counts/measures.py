@@ -360,16 +360,7 @@ MEASURES = {
     "devices": Measure(devices, lambda: ANY),
     "board's file": Measure(board_file, exporter),
 }
-FEWER_ARE_BETTER = frozenset(
-    {
-        "requantize nodes",
-        "quantize nodes",
-        "dequantize nodes",
-        "nodes of the exact file",
-        "nodes of the fast file in onnxruntime",
-        "segments",
-        "nodes of the board's file",
-        "its nodes on the processor",
-        "nodes that the vendor's compiler refuses",
-    }
-)
+FEWER_ARE_BETTER = frozenset({
+    "requantize nodes", "quantize nodes", "dequantize nodes", "nodes of the exact file", "nodes of the fast file in onnxruntime",
+    "segments", "nodes of the board's file", "its nodes on the processor", "nodes that the vendor's compiler refuses",
+})  # fmt: skip

@@ -75,15 +75,10 @@ def test_what_traces_a_graph_meets_clamp() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("clamp", (LOW, HIGH)),
-        ("add", (0.0,)),
-        ("mul", (1.0,)),
-        ("div", (1.0,)),
-        ("mean", (-1, True)),
-        ("sum", (-1, True)),
+        ("clamp", (LOW, HIGH)), ("add", (0.0,)), ("mul", (1.0,)), ("div", (1.0,)), ("mean", (-1, True)), ("sum", (-1, True)),
         ("prelu", (torch.ones(1),)),
     ],
-)
+)  # fmt: skip
 def test_float_functions_have_it(name: str, arguments: tuple[Any, ...]) -> None:
     value = around(LOW, HIGH, torch.float32).unsqueeze(1)
     fused = {} if name == "clamp" else {"clamp": (LOW, HIGH)}

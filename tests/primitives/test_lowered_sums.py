@@ -98,16 +98,10 @@ def requantized(
 @pytest.mark.parametrize(
     ("multiplier", "fused"),
     [
-        ("0.5", False),
-        ("0.51", True),
-        ("255.49", True),
-        ("256.5", True),
-        ("257.5", True),
-        ("1000", True),
-        ("16776000", True),
+        ("0.5", False), ("0.51", True), ("255.49", True), ("256.5", True), ("257.5", True), ("1000", True), ("16776000", True),
         ("16777216", False),
     ],
-)
+)  # fmt: skip
 def test_where_a_residual_is_added(multiplier: str, fused: bool) -> None:
     """In the accumulator from a whole multiplier of 1 on, rounded half to even, while the sum stays within int32."""
     constants, expected = residual_constants(CHIP_8, multiplier)

@@ -51,15 +51,8 @@ def test_min_max_covers_everything_seen() -> None:
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-1.0, 1.0), (-0.3, 1.0), (-6.0, 0.0), (0.0, 6.0)])
 def test_an_end_of_the_range_at_which_many_values_lie_is_on_a_step(low: float, high: float, dtype: IntType) -> None:
     values = torch.cat((low + (high - low) * torch.rand(4000), torch.full((500,), low), torch.full((500,), high)))
-    for kind in (
-        MinMaxObserver,
-        MovingAverageMinMaxObserver,
-        HistogramObserver,
-        LpObserver,
-        MSEObserver,
-        PercentileObserver,
-        ClipStdObserver,
-    ):
+    of_extremes = MinMaxObserver, MovingAverageMinMaxObserver
+    for kind in (*of_extremes, HistogramObserver, LpObserver, MSEObserver, PercentileObserver, ClipStdObserver):
         quantizer = Quantizer(dtype, kind())
         for batch in values[torch.randperm(5000)].split(1000):
             quantizer.observe(batch)

@@ -276,19 +276,8 @@ def test_the_nearest_counts() -> None:
     model.blocks.qconfig = fixed(0.25)
     model.blocks[1].qconfig = fixed(0.125)
     model.blocks[1].conv.qconfig = fixed(0.0625)
-    assert scales(model, batch()) == pytest.approx(
-        {
-            "x_quantize": 0.5,
-            "stem": 0.5,
-            "blocks_0_conv": 0.25,
-            "mul": 0.25,
-            "sigmoid": 0.25,
-            "blocks_1_conv": 0.0625,
-            "mul_1": 0.125,
-            "sigmoid_1": 0.125,
-            "head": 0.5,
-        }
-    )
+    first, second = {"blocks_0_conv": 0.25, "mul": 0.25, "sigmoid": 0.25}, {"blocks_1_conv": 0.0625, "mul_1": 0.125, "sigmoid_1": 0.125}
+    assert scales(model, batch()) == pytest.approx({"x_quantize": 0.5, "stem": 0.5, **first, **second, "head": 0.5})
 
 
 def test_it_goes_before_every_rule() -> None:
