@@ -11,10 +11,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.ir.graph import annotation, is_parameter
-from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import MinMaxObserver
 from tests.shared import contract
-from tests.shared.networks import members
 
 Parameter = nn.Parameter
 LINE, IMAGE, VOLUME = (4, 3, 9), (3, 3, 6, 7), (2, 2, 4, 5, 4)
@@ -235,29 +233,6 @@ def test_live_statistics(name: str) -> None:
     for statistic in ("running_mean", "running_var"):
         torch.testing.assert_close(getattr(prepared.norm, statistic), getattr(model.norm, statistic), rtol=5e-3, atol=5e-3)
     assert not torch.equal(prepared.norm.running_mean, before)
-
-
-@members(lambda twice: dict(twice=twice, conv=nn.Conv2d(3, 4, 3, bias=False), one=nn.BatchNorm2d(4), other=nn.BatchNorm2d(4)))
-def Shared(self, x: Tensor) -> Tensor:
-    """One convolution with two batch norms: its output read twice, or called twice."""
-    first = self.conv(x)
-    return self.one(first) * self.other(self.conv(x) if self.twice else first)
-
-
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("twice", [True, False])
-@pytest.mark.parametrize("target", contract.TARGETS)
-def test_two_batch_norms_on_one_convolution(twice: bool, target: str, tmp_path: Path) -> None:
-    model, batches = built(lambda: Case((4, 3, 6, 6), lambda s, x: s.shared(x), shared=Shared(twice)))
-    compiled = contract.compiled(model, batches, target)
-    kinds = [operator.operator.name for operator in quantized_operators(compiled.prepared).values()]
-    assert kinds.count("conv2d") == (2 if twice else 1)
-    assert kinds.count("batch_norm") == (0 if twice else 2)
-    assert_contract(compiled, tmp_path / "model.onnx", batches)
-    compiled.prepared.eval()
-    for state in (fxq.State.FLOAT, fxq.State.CALIBRATE):
-        fxq.set_state(compiled.prepared, state)
-        torch.testing.assert_close(compiled.prepared(*batches[0]), model(*batches[0]), rtol=1e-5, atol=1e-5)
 
 
 # ---- paddings, and weights that are computed ------------------------------------------------------------------------

@@ -289,10 +289,10 @@ def read_twice() -> nn.Module:
     )
 
 
-SHARED: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "layer": (shared_layer, 0),
-    "norm": (shared_norm, 0),
-    "read twice": (read_twice, 2),
+SHARED: dict[str, tuple[Callable[[], nn.Module], int, int]] = {  # and how many convolutions there are, and batch norms that are not folded
+    "layer": (shared_layer, 2, 0),
+    "norm": (shared_norm, 2, 0),
+    "read twice": (read_twice, 1, 2),
 }
 
 
@@ -301,12 +301,12 @@ SHARED: dict[str, tuple[Callable[[], nn.Module], int]] = {
 @pytest.mark.parametrize("target", contract.TARGETS)
 @pytest.mark.parametrize("name", SHARED)
 def test_what_is_shared_is_not_merged(name: str, target: str, mode: str, tmp_path: Path) -> None:
-    make, alone = SHARED[name]
+    make, convolutions, alone = SHARED[name]
     model, batches = built(lambda: Case((4, 3, 6, 6), lambda s, x: s.shared(x), shared=make()))
     batch = batches[0][0]
     compiled = contract.compiled(model, batches, target, COVERING, batch_norm=mode)
     kinds = [operator.operator.name for operator in quantized_operators(compiled.prepared).values()]
-    assert kinds.count("batch_norm") == alone
+    assert (kinds.count("conv2d"), kinds.count("batch_norm")) == (convolutions, alone)
     expected = model(batch)
     assert (compiled.integer(batch) - expected).square().mean() < 0.005 * expected.var()
     assert_contract(compiled, tmp_path / "model.onnx", batches)
