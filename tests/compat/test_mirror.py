@@ -5,7 +5,6 @@ import importlib
 import importlib.machinery
 import os
 import string
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from fxquant.compat.common import Refusal
 from fxquant.compat.horizon import TABLES
 from fxquant.compat.mirror import Row, Tables
 from fxquant.compat.torch_ao import TABLES as TORCH_AO
-from tests.shared.programs import program
+from tests.shared.programs import program, run_python
 
 pytestmark = pytest.mark.nightly
 
@@ -125,9 +124,7 @@ def test_a_program_runs_as_it_is(name: str, tmp_path: Path, installed: None) -> 
 
 @pytest.mark.parametrize(("name", "code", "words"), [("v3_all_int8", 0, ""), ("v2_auto_calibrate", 1, "search_observers")])
 def test_the_runner_runs_a_file(name: str, code: int, words: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fxquant.compat.horizon", str(PROGRAMS), name]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    done = run_python("-m", "fxquant.compat.horizon", str(PROGRAMS), name, folder=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == code, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -157,14 +154,8 @@ def test_a_program_of_torch_ao_runs_as_it_is(program: str, tmp_path: Path) -> No
         path = tmp_path / "torchao" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "fxquant.compat.torch_ao", str(file)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run_python("-W", "ignore", "-m", "fxquant.compat.torch_ao", str(file), PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr
 
 

@@ -5,16 +5,13 @@ import contextlib
 import importlib.util
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.shared.programs import program
+from tests.shared.programs import program, run_python
 
 pytestmark = pytest.mark.nightly
 
@@ -65,15 +62,8 @@ def main() -> None:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "fxquant.compat.torch_ao", __file__],
-        cwd=tmp_path_factory.mktemp("tutorials"),
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    arguments, folder = ("-W", "ignore", "-m", "fxquant.compat.torch_ao", __file__), tmp_path_factory.mktemp("tutorials")
+    done = run_python(*arguments, folder=folder, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

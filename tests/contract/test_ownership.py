@@ -155,15 +155,6 @@ def test_float_modules_are_computed_by_the_same_kernels_in_every_form(layer: nn.
             assert torch.equal(copy.deepcopy(integer)(x), integer(x))
 
 
-def test_converting_leaves_the_modes_of_the_prepared_model() -> None:
-    prepared = result().prepared
-    prepared.train()
-    prepared.encoder.eval()
-    before = [module.training for module in prepared.modules()]
-    fxq.convert(prepared)
-    assert [module.training for module in prepared.modules()] == before
-
-
 def test_what_is_one_stays_one() -> None:
     actual = result()
     for model in (actual.prepared, actual.integer):

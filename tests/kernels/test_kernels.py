@@ -4,8 +4,6 @@ import copy
 import functools
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,7 +40,7 @@ from fxquant.prepared.stage import Stage
 from fxquant.reporting.page import contents
 from tests.shared.contract import all_equal, compiled, flat
 from tests.shared.networks import Network
-from tests.shared.programs import program
+from tests.shared.programs import program, run_python
 
 TARGETS = ("bayes-e", "nash-e", "x86", "bernoulli")
 IN_C = not isinstance(native.library(), str)  # with any set of instructions; without a compiler fewer kernels are there
@@ -549,9 +547,8 @@ def test_pytest_fails_where_an_implementation_disagrees_that_no_test_planted(
 ) -> None:
     root = Path(__file__).parents[2]
     (tmp_path / "test_fault.py").write_text(FAULT.format(mark=mark, change=change), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "tests.conftest", "--rootdir", str(root), "-c"]
-    command += [str(root / "pyproject.toml"), str(tmp_path / "test_fault.py")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240)
+    settings = "-q", "-p", "no:xdist", "-p", "tests.conftest", "--rootdir", str(root), "-c", str(root / "pyproject.toml")
+    done = run_python("-m", "pytest", *settings, str(tmp_path / "test_fault.py"), folder=root, OMP_NUM_THREADS="1")
     assert done.returncode == status, done.stdout + done.stderr
     assert told in done.stdout
 
@@ -710,8 +707,8 @@ SCRIPT = program("kernels_script")
 @pytest.mark.nightly
 def test_a_processor_without_dot_products_stays_exact() -> None:
     """oneDNN as on a machine with AVX2 alone, where pairs of products saturate in 16 bits, and no kernels in C."""
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", native.SWITCH: "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=240)
+    environment = {"ONEDNN_MAX_CPU_ISA": "AVX2", native.SWITCH: "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    done = run_python("-W", "ignore", "-c", SCRIPT, **environment)
     assert done.stdout.endswith("equal\n"), done.stderr
 
 
@@ -945,5 +942,5 @@ COLLECTION = program("kernels_collection")
 def test_a_child_does_not_wait_for_a_thread_of_its_parent() -> None:
     cases = [f"leave, thread = held({lock})\nprint(forked({action}))\nleave.set()\nthread.join()\nruns()" for lock, action in LOCKS.items()]
     code = "\n".join([FORKS, "import fxquant.ir.model, fxquant.frontend.environment, fxquant.primitives.record", *cases, COLLECTION])
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    done = run_python("-W", "ignore", "-c", code)
     assert done.stdout.split() == ["True"] * (len(LOCKS) + 4)

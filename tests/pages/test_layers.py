@@ -4,8 +4,6 @@ import ast
 import functools
 import importlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import networkx
 import pytest
 
 import fxquant as fxq
+from tests.shared.programs import run_python
 
 pytestmark = pytest.mark.quick
 
@@ -236,8 +235,7 @@ STEPS = {
 def test_importing_fxquant_imports_nothing_that_is_not_used_yet() -> None:
     lines = [f"{step}; print(json.dumps(sorted(sys.modules)))" for step in STEPS]
     code = "; ".join(["import sys, json, torch", *lines])
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    loaded = [set(json.loads(line)) for line in ran.stdout.splitlines()]
+    loaded = [set(json.loads(line)) for line in run_python("-c", code).stdout.splitlines()]
     for (step, names), there in zip(STEPS.items(), loaded, strict=True):
         assert not there.intersection(names), step
     assert "fxquant.api" in loaded[1]

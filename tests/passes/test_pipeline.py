@@ -267,9 +267,12 @@ def test_the_callers_model_is_left_untouched(training: bool) -> None:
 
 def test_converting_leaves_the_prepared_model_as_it_was(prepared: fx.GraphModule) -> None:
     text, tensors = fxq.text(prepared), {name: value.clone() for name, value in prepared.state_dict().items()}
+    prepared.conv2.train()
+    modes = [module.training for module in prepared.modules()]
     expected = prepared(batch())
     first, second = fxq.convert(prepared), fxq.convert(prepared)
     assert fxq.text(prepared) == text
+    assert [module.training for module in prepared.modules()] == modes
     assert list(prepared.state_dict()) == list(tensors)
     assert all(torch.equal(value, tensors[name]) for name, value in prepared.state_dict().items())
     assert torch.equal(prepared(batch()), expected)

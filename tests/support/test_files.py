@@ -21,6 +21,7 @@ from fxquant.serialization.qconfig import written
 from fxquant.support import files
 from fxquant.support.files import write_file, write_files
 from tests.pages.test_layers import library
+from tests.shared.programs import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,10 +73,7 @@ def test_one_module_opens_files_for_writing() -> None:
 @pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="limits of file sizes and forks are POSIX's")
 def test_a_full_disk_is_an_error_and_a_kill_while_writing_leaves_every_file_of_before(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.shared.file_writers", str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = run_python("-m", "tests.shared.file_writers", str(tmp_path), folder=ROOT, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-2000:]
     by_name: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     assert len(by_name) >= 27
