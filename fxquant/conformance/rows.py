@@ -99,6 +99,11 @@ def positive(x: Tensor) -> Tensor:
     return F.relu(x) + 0.5
 
 
+def of_positive(function: Callable[[Tensor], Tensor]) -> Row:
+    """Return the row of a function of positive values."""
+    return unary(function.__name__, lambda x: function(positive(x)))
+
+
 def small(x: Tensor) -> Tensor:
     """Return a tensor of 4x4: the windows of bernoulli2 are too small for 16x16."""
     return F.max_pool2d(x, 4)
@@ -188,7 +193,7 @@ FUNCTIONS = (
     *(unary(f.__name__, f) for f in (torch.sigmoid, torch.tanh, F.silu, F.mish, F.gelu)),
     unary("gelu by tanh", lambda x: F.gelu(x, approximate="tanh"), alone=True),
     *(unary(f.__name__, f) for f in (F.elu, F.selu, F.softplus, F.hardsigmoid, F.hardswish, torch.exp)),
-    *(unary(name, lambda x, name=name: getattr(torch, name)(positive(x))) for name in ("log", "sqrt", "rsqrt", "reciprocal")),
+    *map(of_positive, (torch.log, torch.sqrt, torch.rsqrt, torch.reciprocal)),
     unary("pow 2", lambda x: x**2),
     unary("pow 3", lambda x: x**3),
     *(unary(f.__name__, f) for f in (torch.sin, torch.erf)),
