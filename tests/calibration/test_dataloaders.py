@@ -17,16 +17,19 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
-from tests.shared.networks import members
 
 pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
 
 COUNT = 10  # items, in batches of four: the last one is smaller
 
 
-@members(lambda: dict(conv=nn.Conv2d(2, 3, 3)))
-def One(self, image: Tensor) -> Tensor:
-    return self.conv(image).relu()
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.conv(image).relu()
 
 
 class Two(One):

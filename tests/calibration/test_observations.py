@@ -43,7 +43,7 @@ def batches() -> list[Tensor]:
     return [torch.randn(4, 2, 8, 8, generator=generator) * (i + 1) for i in range(3)]
 
 
-def network() -> Fused:
+def network() -> nn.Module:
     torch.manual_seed(0)
     return Fused().eval()
 

@@ -194,7 +194,8 @@ def inputs_of(sample: Sample, count: int, seed: int = 0) -> tuple[Tensor, ...]:
 
 def real_of(integer: fx.GraphModule, values: dict[str, Tensor], name: str) -> Tensor:
     grid = qparams(next(node for node in integer.graph.nodes if node.name == name))
-    return (values[name].float() - grid.zero_point) * grid.scale
+    result: Tensor = (values[name].float() - grid.zero_point) * grid.scale
+    return result
 
 
 # ---- the table is complete ----------------------------------------------------------------------------------------------
