@@ -19,6 +19,7 @@ from fxquant.accuracy.checkpoint import Checkpoint
 from fxquant.accuracy.measure import FloatOutputs
 from fxquant.accuracy.weights import _Layer as Layer
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
+from tests.shared.contract import same_state
 from tests.shared.networks import to_train
 
 pytestmark = pytest.mark.nightly
@@ -135,7 +136,7 @@ def failed(rank: int) -> Any:
         fxq.calibrate(prepared, batches)
     except fxq.errors.CalibrationError as error:
         after = observations(prepared)
-        return str(error), equal(before, {name: after[name] for name in before})
+        return str(error), same_state(before, {name: after[name] for name in before})
     return "no error", False
 
 
@@ -322,16 +323,11 @@ def ranks(directory: Path) -> list[dict[str, Any]]:
 
 
 # ---- calibration --------------------------------------------------------------------------------------------------------
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Return whether two states are equal; a 32-bit output's scale is NaN: the scales of its weight and operand decide it."""
-    return a.keys() == b.keys() and all(torch.equal(a[name].nan_to_num(-1), b[name].nan_to_num(-1)) for name in a)
-
-
 @pytest.mark.parametrize("name", OBSERVERS)
 def test_every_rank_has_the_same_scales_and_statistics(ranks: list[dict[str, Any]], name: str) -> None:
     (scales, seen), (others, others_seen) = (rank["calibrated"][name] for rank in ranks)
     assert scales == others
-    assert equal(seen, others_seen)
+    assert same_state(seen, others_seen)
     assert all(0 < scale < float("inf") for scale in scales.values())
     single = prepare(OBSERVERS[name])
     fxq.calibrate(single, shards())
@@ -347,7 +343,7 @@ def test_every_rank_has_the_same_scales_and_statistics(ranks: list[dict[str, Any
 def test_a_second_calibration_goes_on(ranks: list[dict[str, Any]]) -> None:
     (scales, seen), (others, others_seen) = (rank["again"] for rank in ranks)
     assert scales == others
-    assert equal(seen, others_seen)
+    assert same_state(seen, others_seen)
     assert {int(value) for name, value in seen.items() if name.endswith(".count")} == {2 * len(shards())}
     once = ranks[0]["calibrated"]["histogram"][1]
     total = next(name for name in once if name.endswith(".counts"))
@@ -357,7 +353,7 @@ def test_a_second_calibration_goes_on(ranks: list[dict[str, Any]]) -> None:
 def test_ranks_round_weights_and_correct_biases_alike(ranks: list[dict[str, Any]]) -> None:
     decided = ranks[0]["rounded"]
     assert {name.rpartition(".")[2] for name in decided} == {"offset", "value"}
-    assert equal(decided, ranks[1]["rounded"])
+    assert same_state(decided, ranks[1]["rounded"])
 
 
 def test_a_rank_may_have_no_batch(ranks: list[dict[str, Any]]) -> None:
@@ -375,14 +371,14 @@ def test_a_failure_reaches_all_ranks(ranks: list[dict[str, Any]]) -> None:
 # ---- training -----------------------------------------------------------------------------------------------------------
 def test_gradients_are_equal_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     for one, other in zip(*(rank["trained"]["gradients"] for rank in ranks), strict=True):
-        assert equal(one, other)
+        assert same_state(one, other)
         assert len(one) == 8
         assert all(bool(value.abs().sum() > 0) for name, value in one.items() if "0.bias" not in name and "1.bias" not in name)
 
 
 def test_parameters_scales_and_statistics_are_equal_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     one, other = (rank["trained"] for rank in ranks)
-    assert equal(one["state"], other["state"])
+    assert same_state(one["state"], other["state"])
     assert any(name.endswith("scale") for name in one["moved"])
     assert {"0.weight", "1.running_mean", "3.weight", "5.bias"} <= set(one["moved"])
     assert torch.equal(one["result"], other["result"])
@@ -396,7 +392,7 @@ def test_the_gradient_is_that_of_all_shards_together(ranks: list[dict[str, Any]]
     fxq.freeze(prepared)
     prepared.train()
     loss_of(prepared, torch.cat([shard(rank)[0] for rank in range(RANKS)])).backward()
-    assert equal(ranks[0]["frozen"], ranks[1]["frozen"])
+    assert same_state(ranks[0]["frozen"], ranks[1]["frozen"])
     for name, value in gradients(prepared).items():
         torch.testing.assert_close(ranks[0]["frozen"][name], value)
 
@@ -404,7 +400,7 @@ def test_the_gradient_is_that_of_all_shards_together(ranks: list[dict[str, Any]]
 def test_scales_are_learned_as_by_one_process(ranks: list[dict[str, Any]]) -> None:
     """From the same data: a sum over ranks is in another order than one over a batch, and nothing else differs."""
     one, other = (rank["learned"] for rank in ranks)
-    assert equal(one, other)
+    assert same_state(one, other)
     single = learner()
     three_steps(single, None)
     assert len([name for name in one if name.endswith("_change")]) == 7
@@ -444,8 +440,8 @@ def test_ranks_with_other_batches_are_refused(ranks: list[Any]) -> None:
 def test_ranks_tune_alike_and_as_one_process_does(ranks: list[dict[str, Any]], name: str) -> None:
     (state, rows, calls), (other, other_rows, other_calls) = (rank["tuned"][name] for rank in ranks)
     alone, alone_rows, alone_calls = tuned(name)
-    assert equal(state, other)
-    assert equal(state, alone)
+    assert same_state(state, other)
+    assert same_state(state, alone)
     assert rows == other_rows == alone_rows
     assert calls + other_calls == alone_calls
     assert max(calls, other_calls) == -(-alone_calls // 2)
@@ -455,15 +451,15 @@ def test_one_process_goes_on_from_the_layers_of_all_ranks(ranks: list[dict[str, 
     (state, rows, _), (_, _, calls) = ranks[0]["kept"], ranks[1]["kept"]
     assert calls == 1
     again, again_rows, calls = tuned("round_weights", options=fxq.Options(checkpoint=str(directory / "rounding")))
-    assert equal(state, again)
+    assert same_state(state, again)
     assert (rows, 0) == (again_rows, calls)
 
 
 def test_ranks_divide_what_calibration_chooses_by_the_samples_of_rank_0(ranks: list[dict[str, Any]]) -> None:
     (state, rounded, measured), (other, other_rounded, other_measured) = (rank["of rank 0"] for rank in ranks)
     alone, alone_rounded, alone_measured = of_rank_0(0)
-    assert equal(state, other)
-    assert equal(state, alone)
+    assert same_state(state, other)
+    assert same_state(state, alone)
     assert (rounded, other_rounded, alone_rounded) == (2, 1, 3)
     assert measured < alone_measured
     assert other_measured < alone_measured
@@ -473,7 +469,7 @@ def test_a_rank_that_computed_other_numbers_takes_over_those_of_rank_0(ranks: li
     (agreed, state), (other, other_state) = (rank["taken over"] for rank in ranks)
     assert agreed == other == "of rank 0"
     assert any(name.endswith("rounding.offset") for name in state)
-    assert equal(state, other_state)
+    assert same_state(state, other_state)
 
 
 # ---- merging, without any process -------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.search import observer_search
 from fxquant.support import progress as shown
+from tests.shared.contract import same_state
 from tests.shared.networks import Network
 
 
@@ -64,10 +65,6 @@ def result() -> fxq.results.Result:
 
 def bits(prepared: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in prepared.state_dict().items()}
-
-
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(value.nan_to_num(), right[name].nan_to_num()) for name, value in left.items())
 
 
 # ---- what was done is kept ----------------------------------------------------------------------------------------------------
@@ -105,10 +102,10 @@ def test_a_calibration_that_does_not_end_leaves_the_state_and_ends_with_what_is_
         with pytest.raises(fxq.errors.NotCalibrated, match="its calibration has not ended"):
             fxq.convert(stopped)
     fxq.calibrate(stopped, BATCHES[ends:] if count or ends < len(BATCHES) else BATCHES)
-    assert same(bits(stopped), bits(whole))
+    assert same_state(stopped, whole)
     with pytest.raises(fxq.errors.CalibrationError, match="nothing to calibrate with"):
         fxq.calibrate(stopped, [])
-    assert same(bits(stopped), bits(whole))
+    assert same_state(stopped, whole)
 
 
 ONE_BY_ONE: dict[str, tuple[str, Callable[[fx.GraphModule], Any]]] = {  # and what each operator is changed by
@@ -136,7 +133,7 @@ def test_what_changes_operators_one_by_one_changes_all_or_none(name: str, monkey
     monkeypatch.setattr(Quantizer, method, stop)
     with pytest.raises(KeyboardInterrupt):
         call(prepared)
-    assert same(bits(prepared), was)
+    assert same_state(bits(prepared), was)
     assert {operator.state for operator in quantized_operators(prepared).values()} == {fxq.State.CALIBRATE}
     call(prepared)
 
@@ -208,13 +205,13 @@ def test_a_method_leaves_the_model_as_it_was_and_continues(
         interrupted(patch, loops)
         with pytest.raises(KeyboardInterrupt):
             method(stopped, BATCHES, options=fxq.Options(checkpoint=tmp_path / "done"))
-    assert same(bits(stopped), before)
+    assert same_state(bits(stopped), before)
     asked: list[Any] = []
     monkeypatch.setattr(module, "weight_of", lambda *arguments, original=module.weight_of: asked.append(0) or original(*arguments))
     resumed = method(stopped, BATCHES, options=fxq.Options(checkpoint=tmp_path / "done"))
     assert resumed.layers == rows
     assert any(row.kept for row in rows[:STEP])  # what is from the file is in the model
-    assert same(bits(stopped), bits(whole))
+    assert same_state(stopped, whole)
     done = len(asked)
     asked.clear()
     method(fresh := calibrated(), BATCHES)
@@ -240,7 +237,7 @@ def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_
     tried.clear()
     again = fxq.search.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **options)
     assert not tried
-    assert same(bits(again.prepared), bits(whole.prepared))
+    assert same_state(again.prepared, whole.prepared)
 
 
 # ---- an interrupted call without results leaves no file ---------------------------------------------------------------------------------
@@ -274,7 +271,7 @@ def test_a_method_without_a_checkpoint_changes_nothing_when_it_is_interrupted(
     before = bits(prepared)
     with pytest.raises(KeyboardInterrupt):
         method(prepared, cut_short(BATCHES))
-    assert same(bits(prepared), before)
+    assert same_state(bits(prepared), before)
     method(prepared, BATCHES)
 
 
@@ -406,8 +403,8 @@ def test_a_call_after_an_interrupt_at_any_line_ends_with_the_bits_of_one(name: s
         with suppress(KeyboardInterrupt), stopped_at(at):
             call(prepared)
         result = bits(prepared)
-        if name != "train" and not same(result, wanted):  # it has not ended
-            assert same({key: result[key] for key in scales}, {key: was[key] for key in scales}), at
+        if name != "train" and not same_state(result, wanted):  # it has not ended
+            assert same_state({key: result[key] for key in scales}, {key: was[key] for key in scales}), at
             assert facts(prepared) == facts_before, at
         states = {operator.state for operator in quantized_operators(prepared).values()}
         assert len(states) == 1, at
@@ -415,5 +412,5 @@ def test_a_call_after_an_interrupt_at_any_line_ends_with_the_bits_of_one(name: s
             fxq.set_state(other := copy.deepcopy(prepared).eval(), "validate")
             assert torch.equal(other(BATCHES[0]), fxq.convert(other)(BATCHES[0])), at
         call(prepared)
-        assert same(bits(prepared), wanted), at
+        assert same_state(bits(prepared), wanted), at
         assert facts(prepared) == facts_wanted, at

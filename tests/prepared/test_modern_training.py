@@ -49,12 +49,6 @@ def mixed_step(prepared: nn.Module, optimizer: torch.optim.Optimizer, batch: Ten
     optimizer.step()
 
 
-def same(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two models hold the same bits."""
-    left, right = one.state_dict(), other.state_dict()
-    return left.keys() == right.keys() and all(contract.same_bytes(left[name], right[name]) for name in left)
-
-
 # ---- mixed precision ------------------------------------------------------------------------------------------------------
 def test_autocast_changes_no_bit_of_integers_nor_of_their_training() -> None:
     plain, mixed = student(), student()
@@ -62,7 +56,7 @@ def test_autocast_changes_no_bit_of_integers_nor_of_their_training() -> None:
     for batch in batches():
         step(plain, optimizers[0], batch)
         mixed_step(mixed, optimizers[1], batch)
-    assert same(plain, mixed)
+    assert contract.same_state(plain, mixed)
 
 
 @pytest.mark.parametrize("host", ["conv1", "head"])
@@ -125,7 +119,7 @@ def test_a_compiled_model_has_the_same_bits() -> None:
     optimizers = [torch.optim.SGD(model.parameters(), 0.02) for model in (prepared, reference)]
     for model, optimizer in ((compiled, optimizers[0]), (reference, optimizers[1])):
         step(model, optimizer, rows[0])
-    assert same(prepared, reference)
+    assert contract.same_state(prepared, reference)
     assert len(graphs) == 2
     for model in (prepared, reference):
         to_validate(model)
@@ -160,9 +154,9 @@ def test_training_goes_on_as_if_it_had_not_been_stopped(activations: str, kept: 
     other = fxq.load(tmp_path / "run.fxq") if kept == "file" else student(activations)
     if kept == "state_dict":
         other.load_state_dict(state["model"])
-    assert not same(other, one)
+    assert not contract.same_state(other, one)
     optimizer, schedule = course(other)
     optimizer.load_state_dict(state["optimizer"])
     schedule.load_state_dict(state["schedule"])
     go(other, optimizer, schedule)
-    assert same(other, one)
+    assert contract.same_state(other, one)
