@@ -14,7 +14,7 @@ from fxquant.ir.integer import qparams
 from fxquant.ops.normalization.channels import COARSE
 from tests.shared import contract, oracle
 from tests.shared.contract import compiled
-from tests.shared.networks import members
+from tests.shared.networks import members, sqnr
 from tests.shared.oracle import Grid, Rules
 
 pytestmark = pytest.mark.nightly
@@ -43,10 +43,6 @@ def by_hand(x: Tensor) -> Tensor:
 @members(lambda hand: dict(hand=hand))
 def Row(self, x: Tensor) -> Tensor:
     return by_hand(x) if self.hand else F.layer_norm(x, (SIZE,), eps=EPS)
-
-
-def sqnr(exact: Tensor, actual: Tensor) -> float:
-    return float(10 * torch.log10(exact.double().pow(2).sum() / (exact.double() - actual.double()).pow(2).sum()))
 
 
 def gain(decades: float, target: str, dtype: str) -> float:

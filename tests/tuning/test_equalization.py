@@ -16,7 +16,7 @@ import fxquant as fxq
 from fxquant.ir.graph import TensorFact, fact
 from fxquant.prepared.channels import Channels, channels, exponents, multiply
 from fxquant.prepared.operators import quantized_operators
-from tests.shared import contract
+from tests.shared import contract, networks
 from tests.shared.networks import to_train
 
 
@@ -260,8 +260,7 @@ def rescaled(bits: int = 4, seed: int = 0) -> nn.Module:
 
 def sqnr(model: nn.Module, prepared: nn.Module) -> float:
     with torch.no_grad():
-        wanted, actual = model(image(5, 32)).double(), prepared(image(5, 32)).double()
-    return float(10 * (wanted.square().sum() / (wanted - actual).square().sum()).log10())
+        return networks.sqnr(model(image(5, 32)), prepared(image(5, 32)))
 
 
 def calibrated(model: nn.Module, target: str = "bayes-e", per_channel: bool = True, **options: Any) -> fx.GraphModule:
