@@ -583,10 +583,8 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_cannot_be_done(name: str) -> None:
-    with pytest.raises(fxq.FxQuantError) as caught:
+    with pytest.raises(fxq.FxQuantError, match=r"because[\s\S]*remedy"):
         CALLS[name]()
-    assert caught.value.because
-    assert caught.value.remedy
 
 
 def test_names_that_examples_read_from_the_top_module() -> None:

@@ -657,10 +657,8 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_cannot_be_done(name: str) -> None:
-    with pytest.raises(fxq.FxQuantError) as caught:
+    with pytest.raises(fxq.FxQuantError, match=r"because[\s\S]*remedy"):
         CALLS[name](small())
-    assert caught.value.because
-    assert caught.value.remedy
 
 
 def test_a_model_is_fused_when_it_is_prepared() -> None:
