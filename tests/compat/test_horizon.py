@@ -1,7 +1,7 @@
 """Horizon's names over fxquant: its flow, its qconfigs and setters, its tools, and what has no equal here."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +314,12 @@ A, W, Q = fxq.ActivationConfig, fxq.WeightConfig, fxq.QConfig
 MOVING = fxq.observers.MovingAverageMinMaxObserver(0.01)
 FAKE = horizon.FakeQuantize
 
+
+def default(activation_observer: str, /, **settings: Any) -> Callable[[], fxq.QConfig]:
+    """A call of get_default_qconfig with this observer of activations, and settings of it."""
+    return lambda: horizon.get_default_qconfig(activation_observer=activation_observer, activation_qkwargs=settings)
+
+
 MEANINGS = {
     "8 bits": (lambda: horizon.default_qat_8bit_fake_quant_qconfig, Q(A("int8"), W("int8"))),
     "16 bits": (lambda: horizon.default_calib_8bit_weight_16bit_act_fake_quant_qconfig, Q(A("int16"), W("int8"))),
@@ -326,27 +332,15 @@ MEANINGS = {
     "pact": (lambda: horizon.default_qat_8bit_pact_quant_qconfig, Q(A("int8", training="pact"))),
     "pact by its name": (lambda: horizon.get_default_qconfig("pact", "lsq"), Q(A("int8", MOVING, training="pact"), W(training="learned"))),
     "not a fake quantize": (lambda: horizon.get_default_qconfig(None), Q(A("int32"))),
-    "percentile": (
-        lambda: horizon.get_default_qconfig(activation_observer="percentile", activation_qkwargs={"percentile": 99.9, "dtype": "qint16"}),
-        Q(A("int16", fxq.observers.PercentileObserver(99.9))),
-    ),
-    "averaging": (
-        lambda: horizon.get_default_qconfig(activation_qkwargs={"averaging_constant": 0.5}),
-        Q(A("int8", fxq.observers.MovingAverageMinMaxObserver(0.5))),
-    ),
+    "percentile": (default("percentile", percentile=99.9, dtype="qint16"), Q(A("int16", fxq.observers.PercentileObserver(99.9)))),
+    "averaging": (default("min_max", averaging_constant=0.5), Q(A("int8", fxq.observers.MovingAverageMinMaxObserver(0.5)))),
     "no averaging": (lambda: horizon.get_default_qconfig(activation_qkwargs={"averaging_constant": 0}).output.training, "frozen"),
     "an observer among the settings": (
-        lambda: horizon.get_default_qconfig(activation_qkwargs={"observer": horizon.MinMaxObserver, "averaging_constant": 0.5}),
+        default("min_max", observer=horizon.MinMaxObserver, averaging_constant=0.5),
         Q(A("int8", fxq.observers.MovingAverageMinMaxObserver(0.5))),
     ),
-    "fixed": (
-        lambda: horizon.get_default_qconfig(activation_observer="fixed_scale", activation_qkwargs={"scale": 0.5}),
-        Q(A("int8", scale=0.5)),
-    ),
-    "clip": (
-        lambda: horizon.get_default_qconfig(activation_observer="clip", activation_qkwargs={"xmin": -2, "xmax": 1}),
-        Q(A("int8", threshold=2.0)),
-    ),
+    "fixed": (default("fixed_scale", scale=0.5), Q(A("int8", scale=0.5))),
+    "clip": (default("clip", xmin=-2, xmax=1), Q(A("int8", threshold=2.0))),
     "per tensor": (
         lambda: horizon.get_default_qconfig(weight_qkwargs={"qscheme": torch.per_tensor_symmetric}).weight,
         W(per_channel=False),

@@ -397,7 +397,8 @@ def test_sizes_are_those_that_are_asked_for() -> None:
 
 # ---- what PyTorch's objects mean ----------------------------------------------------------------------------------------
 A, W = fxq.ActivationConfig, fxq.WeightConfig
-HIST = fxq.observers.HistogramObserver
+HIST, MIN_MAX, MOVING = fxq.observers.HistogramObserver, fxq.observers.MinMaxObserver, fxq.observers.MovingAverageMinMaxObserver
+SIGNED = {"dtype": torch.qint8, "qscheme": torch.per_tensor_symmetric}
 WEIGHT = ao.default_weight_observer
 
 
@@ -408,30 +409,21 @@ def activation(observer: Any, **arguments: Any) -> ao.QConfig:
 MEANINGS = {
     "affine": (activation(ao.HistogramObserver), A("uint8", HIST)),
     "affine and signed": (activation(ao.HistogramObserver, dtype=torch.qint8), A("uint8", HIST)),
-    "symmetric": (
-        activation(ao.MinMaxObserver, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric),
-        A("int8", fxq.observers.MinMaxObserver),
-    ),
-    "symmetric and unsigned": (activation(ao.MinMaxObserver, qscheme=torch.per_tensor_symmetric), A("int8", fxq.observers.MinMaxObserver)),
-    "reduced": (activation(ao.MinMaxObserver, reduce_range=True), A("uint8", fxq.observers.MinMaxObserver)),
-    "moving": (
-        activation(ao.MovingAverageMinMaxObserver, averaging_constant=0.25),
-        A("uint8", fxq.observers.MovingAverageMinMaxObserver(0.25)),
-    ),
+    "symmetric": (activation(ao.MinMaxObserver, **SIGNED), A("int8", MIN_MAX)),
+    "symmetric and unsigned": (activation(ao.MinMaxObserver, qscheme=torch.per_tensor_symmetric), A("int8", MIN_MAX)),
+    "reduced": (activation(ao.MinMaxObserver, reduce_range=True), A("uint8", MIN_MAX)),
+    "moving": (activation(ao.MovingAverageMinMaxObserver, averaging_constant=0.25), A("uint8", MOVING(0.25))),
     "bins": (activation(ao.HistogramObserver, bins=512), A("uint8", fxq.observers.HistogramObserver(512))),
-    "four bits": (
-        activation(ao.MinMaxObserver, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric, quant_min=-8, quant_max=7),
-        A("int4", fxq.observers.MinMaxObserver),
-    ),
+    "four bits": (activation(ao.MinMaxObserver, **SIGNED, quant_min=-8, quant_max=7), A("int4", MIN_MAX)),
     "sixteen bits": (
         activation(ao.MinMaxObserver, dtype=torch.int16, qscheme=torch.per_tensor_symmetric, quant_min=-(2**15), quant_max=2**15 - 1),
-        A("int16", fxq.observers.MinMaxObserver),
+        A("int16", MIN_MAX),
     ),
     "fixed": (
         activation(ao.FixedQParamsObserver, scale=2 / 256, zero_point=128, dtype=torch.quint8, quant_min=0, quant_max=255),
         A("uint8", scale=2 / 256, zero_point=128),
     ),
-    "fake quantize": (ao.default_qat_qconfig, A("uint8", fxq.observers.MovingAverageMinMaxObserver(0.01))),
+    "fake quantize": (ao.default_qat_qconfig, A("uint8", MOVING(0.01))),
     "ours inside": (ao.QConfig(fxq.observers.PercentileObserver, WEIGHT), A(observer=fxq.observers.PercentileObserver)),
 }
 
@@ -457,9 +449,7 @@ def test_a_learnable_fake_quantize_is_a_learned_scale() -> None:
     from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 
     learnable = _LearnableFakeQuantize.with_args(observer=ao.MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
-    by_weight = _LearnableFakeQuantize.with_args(
-        observer=ao.MinMaxObserver, quant_min=-128, quant_max=127, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric
-    )
+    by_weight = _LearnableFakeQuantize.with_args(observer=ao.MinMaxObserver, quant_min=-128, quant_max=127, **SIGNED)
     qconfig = read(ao.QConfig(learnable, by_weight))
     assert (qconfig.output.training, qconfig.weight.training) == ("learned", "learned")
 
@@ -478,9 +468,7 @@ REFUSED = {
     "another axis": (ao.QConfig(ao.default_observer, ao.default_per_channel_weight_observer.with_args(ch_axis=1)), "weight"),
     "six bits": (activation(ao.MinMaxObserver, quant_min=0, quant_max=63), "activation"),
     "affine in four bits": (activation(ao.MinMaxObserver, quant_min=0, quant_max=15), "activation"),
-    "histogram of a weight": (
-        ao.QConfig(ao.default_observer, ao.HistogramObserver.with_args(dtype=torch.qint8, qscheme=torch.per_tensor_symmetric)), "weight",
-    ),
+    "histogram of a weight": (ao.QConfig(ao.default_observer, ao.HistogramObserver.with_args(**SIGNED)), "weight"),
     "an observer without scales": (ao.QConfig(type("Mine", (nn.Module,), {}), WEIGHT), "Mine"),
     "channels of one's own": (activation(type("Mine", (ao.PerChannelMinMaxObserver,), {})), "Mine"),
     "none": ("int8", "qconfig"),
@@ -583,7 +571,7 @@ def test_a_model_that_is_prepared_is_not_traced_again() -> None:
 
 
 # ---- mappings -------------------------------------------------------------------------------------------------------------
-SYMMETRIC = activation(ao.MinMaxObserver, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric)
+SYMMETRIC = activation(ao.MinMaxObserver, **SIGNED)
 
 
 @pytest.mark.parametrize("form", ["mapping", "dict", "fxq"])
