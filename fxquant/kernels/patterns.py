@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
 from typing import Any
 
 import torch
@@ -305,9 +306,12 @@ def recurrence(root: fx.Node) -> Matched:
         return None
     nodes, waiting = {first}, [first]
     while waiting:
-        node = waiting.pop()
+        node = heappop(waiting)  # the earliest one: what is not the first of the last nodes soon finds one before it
         near = {*(each for each in node.all_input_nodes if _connects(each, node)), *(each for each in node.users if _connects(node, each))}
-        waiting += near - nodes
+        for each in near - nodes:
+            if not joins and each < root and not any(_connects(each, user) for user in each.users):
+                return None
+            heappush(waiting, each)
         nodes |= near
     if not any(map(_is_product, nodes)):
         return None
