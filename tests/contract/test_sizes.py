@@ -1,0 +1,197 @@
+"""One model for inputs of many sizes: the bits of the prepared model, of the integer model and of its file are equal at each."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.analysis.layers import left_in_float
+from fxquant.errors import ConfigurationError, TraceError
+from fxquant.ops.sampling import resize
+from fxquant.primitives import resizing
+from fxquant.primitives.counted import COUNTED
+
+BATCH, HEIGHT, WIDTH, LENGTH = Dim("batch"), Dim("height", max=96), Dim("width", max=80), Dim("length", max=64)
+IMAGES: Any = ({0: BATCH, 2: HEIGHT, 3: WIDTH},)
+WORDS: Any = ({0: BATCH, 1: LENGTH},)
+ODD = [(2, 3, 24, 40), (1, 3, 33, 17), (1, 3, 96, 80), (3, 3, 9, 12), (1, 3, 50, 31)]
+EVEN = [(2, 3, 24, 40), (1, 3, 32, 16), (1, 3, 96, 80), (3, 3, 8, 12), (1, 3, 48, 28)]
+SENTENCES = [(2, 12), (1, 1), (3, 7), (1, 64), (2, 33)]
+
+
+class Scaled(nn.Module):
+    """Squeeze and excitation, pools and a head over the mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.head = (
+            nn.Conv2d(3, 8, 3, 2, 1),
+            nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 1)),
+            nn.Linear(8, 4),
+        )
+
+    def forward(self, x: Tensor) -> Any:
+        x = F.max_pool2d(torch.relu(self.first(x)), 3, 2, 1)
+        x = F.avg_pool2d(x * self.gate(x).sigmoid(), 3, 1, 1)
+        return self.head(x.mean((2, 3))), F.pixel_shuffle(x, 2)
+
+
+class Decoder(nn.Module):
+    """Features that are enlarged to the size of others, by a factor, or to the input's size."""
+
+    def __init__(self, mode: str, factor: float | None = None) -> None:
+        super().__init__()
+        self.first, self.second, self.head, self.mode, self.factor = (
+            nn.Conv2d(3, 8, 3, 1, 1),
+            nn.Conv2d(8, 8, 3, 2, 1),
+            nn.Conv2d(16, 2, 1),
+            mode,
+            factor,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        fine = torch.relu(self.first(x))
+        size = None if self.factor else fine.shape[2:]
+        return self.head(torch.cat([fine, F.interpolate(self.second(fine), size, self.factor, self.mode)], 1))
+
+
+class Attention(nn.Module):
+    """Embedded words with positions, attention that may look ahead or not, and a part of the result."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.words, self.places, self.causal = nn.Embedding(50, 16), nn.Parameter(torch.randn(1, 64, 16)), causal
+        self.project, self.norm, self.head = nn.Linear(16, 48), nn.LayerNorm(16), nn.Linear(16, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.places[:, : ids.shape[1]]
+        items, length, _ = x.shape
+        query, key, value = self.project(x).view(items, length, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal).transpose(1, 2).flatten(2)
+        return self.head(self.norm(x + mixed))[:, -1]
+
+
+class Case(NamedTuple):
+    """A network, the sizes that vary, and shapes; the first is the example's."""
+
+    make: Callable[[], nn.Module]
+    shapes: list[tuple[int, ...]]
+    dynamic_shapes: Any
+
+
+CASES = {
+    "gated": Case(Scaled, ODD, IMAGES),
+    **{mode: Case(lambda mode=mode: Decoder(mode), ODD, IMAGES) for mode in ("nearest", "nearest-exact", "bilinear")},  # type: ignore[misc]
+    "by a factor": Case(lambda: Decoder("bilinear", 2.0), EVEN, IMAGES),
+    **{f"causal {causal}": Case(lambda causal=causal: Attention(causal), SENTENCES, WORDS) for causal in (False, True)},  # type: ignore[misc]
+}
+
+
+def drawn(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape) if len(shape) == 4 else torch.randint(0, 50, shape)
+
+
+def listed(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def compiled(case: Case, target: str) -> tuple[Any, Any]:
+    batches = [drawn(shape) for shape in case.shapes[:2]]
+    prepared = fxq.prepare(case.make().eval(), batches[0], target, options=fxq.Options(dynamic_shapes=case.dynamic_shapes))
+    fxq.calibrate(prepared, batches)
+    return prepared, fxq.convert(prepared)
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86", pytest.param("bernoulli2", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_equal_at_every_size(name: str, target: str, tmp_path: Path) -> None:
+    prepared, integer = compiled(CASES[name], target)
+    session = onnxruntime.InferenceSession(fxq.export_onnx(integer, tmp_path / "model.onnx"))
+    assert all(isinstance(session.get_inputs()[0].shape[dim], str) for dim in CASES[name].dynamic_shapes[0])
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    for shape in CASES[name].shapes:
+        x = drawn(shape)
+        for result, other, written in zip(
+            *map(listed, (integer(x), prepared(x), session.run(None, {session.get_inputs()[0].name: x.numpy()}))), strict=True
+        ):
+            assert torch.equal(result, other)
+            assert torch.equal(result, torch.from_numpy(written))
+
+
+def test_a_gated_network_is_integer_and_takes_its_constants_from_tables() -> None:
+    prepared, integer = compiled(CASES["gated"], "bayes-e")
+    assert not left_in_float(fxq.inspect.layers(prepared))
+    assert any(node.target in COUNTED.values() for node in integer.graph.nodes)
+
+
+@pytest.mark.parametrize("name", ["gated", "bilinear", "nearest", "causal True"])
+def test_a_model_of_one_size_has_the_bits_of_that_of_many(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    prepared, integer = compiled(case, "bayes-e")
+    x = drawn(case.shapes[4])
+    fixed = fxq.at_sizes(integer, x), fxq.convert(fxq.at_sizes(prepared, x))
+    for model in fixed:
+        for result, expected in zip(listed(model(x)), listed(integer(x)), strict=True):
+            assert torch.equal(result, expected)
+        with pytest.raises(ConfigurationError, match="is fixed"):
+            model(drawn(case.shapes[0]))
+        if name != "causal True":  # which has float operators
+            fxq.export.export_c(model, tmp_path / "model.c")
+
+
+def test_files_keep_the_sizes(tmp_path: Path) -> None:
+    _, integer = compiled(CASES["bilinear"], "x86")
+    loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
+    x = drawn(ODD[1])
+    assert torch.equal(loaded(x), integer(x))
+    with pytest.raises(ConfigurationError, match="height goes from 1 to 96"):
+        loaded(torch.randn(1, 3, 97, 8))
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [drawn(shape) for shape in ODD])
+
+
+def test_a_model_that_halves_takes_multiples() -> None:
+    class Halves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x, F.interpolate(F.max_pool2d(x, 4), scale_factor=4)], 1)
+
+    traced = fxq.trace(Halves(), torch.randn(1, 3, 16, 32), options=fxq.Options(dynamic_shapes=IMAGES))
+    assert traced(torch.randn(2, 3, 24, 40)).shape == (2, 6, 24, 40)
+    with pytest.raises(ConfigurationError, match="in steps of 4"):
+        traced(torch.randn(1, 3, 18, 32))
+
+
+def test_a_size_that_is_written_down_is_fixed_or_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    class Written(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.ones(16, 1)
+
+    x = torch.randn(2, 3, 16, 8)
+    with pytest.raises(TraceError, match="does not hold for every height"):
+        fxq.trace(Written(), x, options=fxq.Options(dynamic_shapes=({0: BATCH, 2: HEIGHT},)))
+    with caplog.at_level(logging.INFO):
+        traced = fxq.trace(Written(), x, options=fxq.Options(dynamic_shapes=({0: BATCH, 2: Dim.AUTO, 3: Dim.AUTO},)))
+    assert traced(torch.randn(1, 3, 16, 24)).shape == (1, 3, 16, 24)
+    with pytest.raises(ConfigurationError, match="dimension 2 is fixed"):
+        traced(torch.randn(1, 3, 8, 8))
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 16, 33])
+@pytest.mark.parametrize("size", [1, 3, 16, 31, 66])
+def test_weights_of_sizes_that_vary_are_those_of_fixed_sizes(length: int, size: int) -> None:
+    places = torch.arange(length).reshape(1, 1, -1)
+    for mode in resize.NEAREST:
+        nearest = resizing.resize_nearest_to(places, [size], [None], mode != "nearest")
+        assert tuple(nearest.flatten().tolist()) == resize._nearest(length, size, None, mode)
+    for align_corners in (False, True):
+        for bits, stepped in ((16, 0), (8, 16), (8, 8)):
+            neighbours = (resize._stepped_neighbours if stepped else resize._neighbours)(length, size, None, align_corners, stepped or bits)
+            weights = resizing._matrix(length, size, None, align_corners, bits, stepped, torch.device("cpu"))
+            assert torch.equal(weights, resize._weights(neighbours, length, bits, torch.device("cpu")))
