@@ -168,7 +168,7 @@ class FunctionEmitter(Emitter):
 def value_info(
     name: str, dtype: torch.dtype, shape: Sequence[Size], names: Mapping[int, str] = MappingProxyType({})
 ) -> onnx.ValueInfoProto:
-    """Return the type of a value; sizes that vary are symbolic: those of these dimensions by name, and multiples of the batch."""
+    """Return the type of a value; sizes that vary are symbolic, by the names of dimensions that have one."""
 
     def symbol(dim: int, size: Size) -> int | str:
         if isinstance(size, int):

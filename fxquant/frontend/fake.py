@@ -61,7 +61,7 @@ class Evaluator:
         self._interned: dict[tuple[Any, ...], Value] = {}
 
     def intern(self, *seen: torch.Tensor) -> Value:
-        """Return a fake `Value` of tensors like these (shape, stride, dtype, device); equal arguments give the same object.
+        """Return a fake `Value` of tensors like the given ones (shape, stride, dtype, device); equal arguments give the same object.
 
         One tensor stands for all points.
         """

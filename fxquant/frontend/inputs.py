@@ -223,7 +223,7 @@ _HINT = type(Dim.AUTO)
 _FORMS = "a tuple by argument, or a dict by name: options=fxq.Options(dynamic_shapes=({0: 'batch', 2: torch.export.Dim('height')},))"
 BATCH = "batch"
 # The largest size, where none is declared: sums along it are proved to fit up to there.
-TIMES_THE_EXAMPLE, LEAST_LARGEST = 8, 1024
+TIMES_THE_EXAMPLE, LEAST_LARGEST = 4, 512
 
 
 @dataclass(frozen=True)
@@ -307,21 +307,24 @@ def sizes_that_vary(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def _sizes(leaves: list[Any], marks: list[list[tuple[int, Any]]]) -> Sizes:
-    """Return the sizes that entries by leaf and dimension mark: those of one name, or unnamed ones of one dimension and size, are one."""
+    """Return the sizes that the entries mark, which are listed for each leaf, with their dimensions: one size for each name.
+
+    Unnamed entries of one dimension and one size in the example are one size, too.
+    """
     grouped: dict[Any, list[tuple[int, int, Any]]] = {}
     for leaf, entries in enumerate(marks):
         for dim, entry in entries:
             name = entry if isinstance(entry, str) else entry.__name__ if type(entry) is Dim else None
             grouped.setdefault(name or (dim, leaves[leaf].shape[dim]), []).append((leaf, dim, entry))
     batch: tuple[int | None, ...] = (None,) * len(leaves)
-    others, found = [], False
+    others, has_batch = [], False
     for key, places in grouped.items():
         seen = {int(leaves[leaf].shape[dim]): dim for leaf, dim, _ in places}
         if len(seen) > 1:
             listed = ", ".join(f"{size} in dimension {dim}" for size, dim in seen.items())
             _refuse(f"the dimensions that it marks as {key!r} differ in size in the example: {listed}")
-        if not found and (key == BATCH or any(dim == 0 for _, dim, _ in places)):
-            found, dims = True, {leaf: dim for leaf, dim, _ in places}
+        if not has_batch and (key == BATCH or any(dim == 0 for _, dim, _ in places)):
+            has_batch, dims = True, {leaf: dim for leaf, dim, _ in places}
             batch = tuple(map(dims.get, range(len(leaves))))
             continue
         size = next(iter(seen))
@@ -597,9 +600,9 @@ class InputCheck:
                         self._refuse(expected, f"dimension {dim} has size {size}", because, remedy)
                     continue
                 name, smallest, largest, step = expected.others.get(dim, (BATCH, 0, size, 1))
-                where, known = first.setdefault(name, (expected.name, size))
-                if known != size:
-                    self._refuse(expected, f"its {name} is {size}", f"input {where} has a {name} of {known}, and all inputs share one")
+                where, own = first.setdefault(name, (expected.name, size))
+                if own != size:
+                    self._refuse(expected, f"its {name} is {size}", f"input {where} has a {name} of {own}, and all inputs share one")
                 if not smallest <= size <= largest or size % step:
                     steps = f", in steps of {step}" if step > 1 else ""
                     because = f"{name} goes from {smallest} to {largest}{steps}: these sizes were traced, and sums are proved to fit"

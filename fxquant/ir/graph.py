@@ -183,9 +183,9 @@ def size_node(tensor: fx.Node, dim: int, before: fx.Node, made_by: str = "canoni
     if isinstance(size, int):
         return size
     with tensor.graph.inserting_before(before):
-        made: fx.Node = inherit(tensor.graph.call_method("size", (tensor, dim)), before, made_by)
-    set_fact(made, size)
-    return made
+        added: fx.Node = inherit(tensor.graph.call_method("size", (tensor, dim)), before, made_by)
+    set_fact(added, size)
+    return added
 
 
 def product_node(sizes: Sequence[int | fx.Node], before: fx.Node, made_by: str = "canonical.rewrite") -> int | fx.Node:
@@ -196,10 +196,10 @@ def product_node(sizes: Sequence[int | fx.Node], before: fx.Node, made_by: str =
             product = size if product == 1 else product * size
             continue
         with before.graph.inserting_before(before):
-            made: fx.Node = inherit(before.graph.call_function(operator.mul, (product, size)), before, made_by)
+            added: fx.Node = inherit(before.graph.call_function(operator.mul, (product, size)), before, made_by)
         both = [fact(value) if isinstance(value, fx.Node) else value for value in (product, size)]
-        set_fact(made, BatchDim.between(*(at_point(both[0], point) * at_point(both[1], point) for point in POINTS)))
-        product = made
+        set_fact(added, BatchDim.between(*(at_point(both[0], point) * at_point(both[1], point) for point in POINTS)))
+        product = added
     return product
 
 

@@ -1,4 +1,4 @@
-"""A model at one size: every size of its inputs but the batch is a number, and so is what it computes from sizes."""
+"""A model at one size: every size of its inputs but the batch is a number, as are the numbers that it computes from sizes."""
 
 import copy
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _PLAIN = {counted: plain for plain, counted in COUNTED.items()}
 
 
 def with_fixed_sizes(model: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Return a copy of a traced, prepared or integer model that takes inputs of the sizes of these, in batches of any size."""
+    """Return a copy of a prepared or integer model that takes inputs of the sizes of `inputs`, in batches of any size."""
     fixed = copy.deepcopy(model)
     values: dict[fx.Node, list[Any]] = {}  # of each node, at two batch sizes
     examples, numbers = iter(inputs), dict[str, int]()  # the sizes that are fixed now, by name
@@ -127,26 +127,26 @@ def _constant(model: fx.GraphModule, near: fx.Node, value: Tensor, role: str = "
     path = free_name(model, f"{near.name}_{role}")
     attach(model, path, value)
     with model.graph.inserting_before(near):
-        made = inherit(model.graph.get_attr(path), near, "sizes")
-    set_fact(made, TensorFact(tuple(value.shape), value.dtype))
-    return made
+        added = inherit(model.graph.get_attr(path), near, "sizes")
+    set_fact(added, TensorFact(tuple(value.shape), value.dtype))
+    return added
 
 
 def _call(model: fx.GraphModule, node: fx.Node, function: Any, value: Any, arguments: list[Any]) -> fx.Node:
     with model.graph.inserting_before(node):
-        made = inherit(model.graph.call_function(function, (value, *arguments)), node, "sizes")
-    made.meta["origin"] = origin(node)
+        added = inherit(model.graph.call_function(function, (value, *arguments)), node, "sizes")
+    added.meta["origin"] = origin(node)
     shape = list(fact(value).shape)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def run(point: int) -> Tensor:
         operand = torch.empty([at_point(size, point) for size in shape], dtype=fact(value).dtype, device="cpu")
-        given = [resolve(model, str(each.target)) if isinstance(each, fx.Node) else each for each in arguments]
-        return function(operand, *given)  # type: ignore[no-any-return]
+        placed = [resolve(model, str(each.target)) if isinstance(each, fx.Node) else each for each in arguments]
+        return function(operand, *placed)  # type: ignore[no-any-return]
 
     with mode:
-        set_fact(made, TensorFact.between(run(0), run(1)))
+        set_fact(added, TensorFact.between(run(0), run(1)))
     grid = qparams(node)
     if grid is not None:
-        set_qparams(made, grid)
-    return made
+        set_qparams(added, grid)
+    return added

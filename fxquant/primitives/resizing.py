@@ -88,7 +88,7 @@ class _Ints:
 
 
 class _Tensors(_Ints):
-    """The same arithmetic on int64 tensors."""
+    """Arithmetic on int64 tensors, as `_Ints` has it."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -239,7 +239,7 @@ def resize_nearest_to(input: Tensor, sizes: list[int | None], factors: list[floa
 
 
 def weights(primitive: Any, lengths: Sequence[int], sizes: list[Any], factors: list[Any], *rest: Any) -> list[tuple[Any, ...]]:
-    """Return the primitives with constants that compute one of these for fixed sizes, and their arguments after the operand."""
+    """Return the primitives with constants that resize to fixed sizes as `primitive` does, and their arguments after the operand."""
     device = torch.device("cpu")
     wanted = _sizes(lengths, sizes, factors)
     if primitive is resize_nearest_to:
