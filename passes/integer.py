@@ -88,7 +88,6 @@ class GraphLowering(Lowering):
         self.scales: dict[str, tuple[float | tuple[float, ...], int | None, int | tuple[int, ...]]] = {}
         self.centred: dict[fx.Node, fx.Node] = {}  # the centred integers of affine tensors
         self.between: QParams | None = None  # of what a residual is added to
-        self.count: fx.Node | None = None  # the number of elements by which constants are tables; see `primitives.counted`
         self.facts: dict[str, Any] = {}
         self.held: dict[Any, fx.Node] | None = None  # constants by role and content, of operators whose constants others read as well
 
@@ -99,7 +98,8 @@ class GraphLowering(Lowering):
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> fx.Node:
         zero = next((point for node in nodes_in(arguments) if (point := zero_point(node))), 0)
         if self.count is not None and primitive in COUNTED:
-            primitive, arguments = COUNTED[primitive], (arguments[0], self.count, *arguments[1:])
+            counted: Any = COUNTED[primitive]
+            primitive, arguments = counted, (arguments[0], self.count, *arguments[1:])
         if zero and PRIMITIVES[primitive].zero_point is not ZeroPoint.CENTRED:
             arguments = PRIMITIVES[primitive].stored_arguments(arguments, zero)
         elif zero:

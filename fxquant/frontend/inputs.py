@@ -266,8 +266,9 @@ class Sizes:
     def at(self, leaf: int, shape: Sequence[int], batch: int | None, others: Mapping[str, int]) -> list[int]:
         """Return the shape of a leaf with another batch size, and with these other sizes by name."""
         sizes = list(shape)
-        if batch is not None and self.batch[leaf] is not None:
-            sizes[self.batch[leaf]] = batch
+        axis = self.batch[leaf]
+        if batch is not None and axis is not None:
+            sizes[axis] = batch
         for other in self.others:
             for at, dim in other.dims:
                 if at == leaf and other.name in others:
@@ -317,7 +318,7 @@ def _sizes(leaves: list[Any], marks: list[list[tuple[int, Any]]]) -> Sizes:
             name = entry if isinstance(entry, str) else entry.__name__ if type(entry) is Dim else None
             grouped.setdefault(name or (dim, leaves[leaf].shape[dim]), []).append((leaf, dim, entry))
     batch: tuple[int | None, ...] = (None,) * len(leaves)
-    others, has_batch = [], False
+    others, has_batch = list[VaryingSize](), False
     for key, places in grouped.items():
         seen = {int(leaves[leaf].shape[dim]): dim for leaf, dim, _ in places}
         if len(seen) > 1:

@@ -193,7 +193,7 @@ def product_node(sizes: Sequence[int | fx.Node], before: fx.Node, made_by: str =
     product: int | fx.Node = 1
     for size in sizes:
         if isinstance(product, int) and (product == 1 or isinstance(size, int)):
-            product = size if product == 1 else product * size
+            product = size if product == 1 else product * size  # type: ignore[operator]
             continue
         with before.graph.inserting_before(before):
             added: fx.Node = inherit(before.graph.call_function(operator.mul, (product, size)), before, made_by)

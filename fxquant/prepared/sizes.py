@@ -101,16 +101,18 @@ def _fold(model: fx.GraphModule, node: fx.Node) -> None:
     if node.target in _PLAIN and isinstance(node.args[1], int):
         accumulator, count, *rest = node.args
         tables = [_row(model, each, count) if isinstance(each, fx.Node) else each for each in rest]
-        node.target, node.args = _PLAIN[node.target], (accumulator, *tables)  # type: ignore[index]
+        plain: Any = _PLAIN[node.target]
+        node.target, node.args = plain, (accumulator, *tables)
         return
     if node.target not in (resize_linear_to, resize_nearest_to):
         return
     lengths = fact(node.args[0]).shape[-len(node.args[1]) :]  # type: ignore[arg-type]
     if not all(isinstance(size, int | None) for size in (*lengths, *node.args[1])):  # type: ignore[misc]
         return
-    calls = weights(node.target, lengths, *node.args[1:])
-    for index, (function, *arguments) in enumerate(calls):
-        placed = [_constant(model, node, each) if isinstance(each, Tensor) else each for each in arguments]
+    arguments: Any = node.args[1:]
+    calls = weights(node.target, lengths, *arguments)
+    for index, (function, *constants) in enumerate(calls):
+        placed = [_constant(model, node, each) if isinstance(each, Tensor) else each for each in constants]
         if index < len(calls) - 1:
             placed = [_call(model, node, function, node.args[0], placed)]
             node.args = (placed[0], *node.args[1:])
@@ -118,7 +120,7 @@ def _fold(model: fx.GraphModule, node: fx.Node) -> None:
             node.target, node.args = function, (node.args[0], *placed)
 
 
-def _row(model: fx.GraphModule, table: fx.Node, count: int) -> fx.Node:
+def _row(model: fx.GraphModule, table: fx.Node, count: Any) -> fx.Node:
     return _constant(model, table, resolve(model, str(table.target))[count].clone(), table.name)
 
 

@@ -27,8 +27,8 @@ def add_counted(input: Tensor, count: int, table: Tensor) -> Tensor:
     return input + table[count].to(input.dtype)
 
 
-def _onnx_fixed(e: Emitter, accumulator: str, count: str, shift: Tensor, multiplier: Tensor, right_shift: Tensor, *rest: Any) -> str:
-    return quantization.onnx_general_fixed(e, accumulator, shift, multiplier, right_shift, *rest, placed=_row(e, count))
+def _onnx_fixed(e: Emitter, accumulator: str, count: str, *constants: Any) -> str:
+    return quantization.onnx_general_fixed(e, accumulator, *constants, _row(e, count))
 
 
 def _bounds_fixed(count: Any, **arguments: Any) -> Range:
@@ -41,8 +41,8 @@ def requantize_fixed_counted(
     low: int, high: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Compute `requantize_fixed` with the tables' shifts and multiplier of this number of elements, int32."""
-    constants = (table[count] for table in (shift, multiplier, right_shift))
-    return quantization.requantize_fixed(accumulator, *constants, intermediate_bits, rounding, low, high, dtype)
+    rest = intermediate_bits, rounding, low, high, dtype
+    return quantization.requantize_fixed(accumulator, shift[count], multiplier[count], right_shift[count], *rest)
 
 
 def _onnx_real(

@@ -4,7 +4,7 @@ A size is an int, or in a graph a node; None stands for the length times a facto
 p / q is the length over the new size, or one over a given factor; with `align_corners` at i (length - 1) / (size - 1).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -49,7 +49,7 @@ def _onnx_sizes(e: Emitter, input: str, sizes: list[Any], factors: list[float | 
 
 
 class _Ints:
-    """Arithmetic on int64 scalars and vectors as ONNX operators; Python's and torch's operators do the same."""
+    """Arithmetic on int64 scalars and vectors as ONNX operators, with Python's, which do the same to ints and tensors."""
 
     def __init__(self, e: Emitter, name: str) -> None:
         self.e, self.name = e, name
@@ -76,35 +76,21 @@ class _Ints:
     def __mod__(self, other: Any) -> "_Ints":
         return self._with("Mod", other)
 
-    def at_least(self, other: Any) -> "_Ints":
-        return self._with("Max", other)
-
-    def at_most(self, other: Any) -> "_Ints":
-        return self._with("Min", other)
-
     def chosen(self, condition: str, other: Any) -> "_Ints":
         """Return these numbers where the condition holds, else the others."""
         return _Ints(self.e, self.e.node("Where", condition, self.name, ints(self.e, other).name))
 
 
-class _Tensors(_Ints):
-    """Arithmetic on int64 tensors, as `_Ints` has it."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-    def _with(self, operator: str, other: Any, swapped: bool = False) -> "_Tensors":
-        this, that = self.value, other.value if isinstance(other, _Tensors) else torch.as_tensor(other, device=self.value.device)
-        return _Tensors(_ON_TENSORS[operator](*((that, this) if swapped else (this, that))))
-
-    def chosen(self, condition: Any, other: Any) -> "_Tensors":
-        return _Tensors(torch.where(condition, self.value, other.value))
+def _at_least(value: Any, limit: int) -> Any:
+    if isinstance(value, _Ints):
+        return value._with("Max", limit)
+    return value.clamp_min(limit) if isinstance(value, Tensor) else max(value, limit)
 
 
-_ON_TENSORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Div": torch.floor_divide, "Mod": torch.remainder,
-    "Max": torch.maximum, "Min": torch.minimum,
-}  # fmt: skip
+def _at_most(value: Any, limit: Any) -> Any:
+    if isinstance(value, _Ints):
+        return value._with("Min", limit)
+    return value.clamp_max(limit) if isinstance(value, Tensor) else min(value, limit)
 
 
 def ints(e: Emitter, value: Any) -> _Ints:
@@ -121,26 +107,25 @@ def _neighbours(outputs: Any, length: Any, size: Any, step: Step, align_corners:
     """
     p, q = (length, size) if step is None else step
     if align_corners:
-        p, q = length - 1, (size - 1).at_least(1)
+        p, q = length - 1, _at_least(size - 1, 1)
     last = length - 1
     if places:
         stride = p * 2**places // q
         start = 0 if align_corners else (stride + 2**places) // 2 - 2**places
-        place = (outputs * stride + start).at_least(0).at_most(last * 2**places)
+        place = _at_most(_at_least(outputs * stride + start, 0), last * 2**places)
         first, second = place // 2**places, place % 2**places // 2 ** (places - bits)
-        return first, second * (last - first).at_most(1)
-    over = outputs * p * 2 if align_corners else (outputs * (p * 2) + p - q).at_least(0)
+        return first, second * _at_most(last - first, 1)
+    over = outputs * p * 2 if align_corners else _at_least(outputs * (p * 2) + p - q, 0)
     below = q * 2
-    first = (over // below).at_most(last)
+    first = _at_most(over // below, last)
     rest = over - first * below
     up, down = ((each * 2 ** (bits + 1) + below) // (below * 2) for each in (rest, below - rest))
     half = rest * 2 // (below + 1)  # 1 where the second neighbour is nearer
-    return first, (up * (1 - half) + (2**bits - down) * half) * (last - first).at_most(1)
+    return first, (up * (1 - half) + (2**bits - down) * half) * _at_most(last - first, 1)
 
 
 def _matrix(length: int, size: int, step: Step, align_corners: bool, bits: int, places: int, device: torch.device) -> Tensor:
-    outputs, *both = (_Tensors(torch.as_tensor(each, device=device)) for each in (range(size), length, size))
-    first, second = (each.value for each in _neighbours(outputs, *both, step, align_corners, bits, places))
+    first, second = _neighbours(torch.arange(size, device=device), length, size, step, align_corners, bits, places)
     weights = torch.zeros(size, length, dtype=torch.float32, device=device)
     weights.scatter_(1, first.unsqueeze(1), (2**bits - second).float().unsqueeze(1))
     return weights.scatter_add_(1, (first + 1).clamp_max(length - 1).unsqueeze(1), second.float().unsqueeze(1))
@@ -152,7 +137,7 @@ def _onnx_matrix(
     first, second = _neighbours(_outputs(e, size), length, size, step, align_corners, bits, places)
     columns = e.node("Unsqueeze", _outputs(e, length).name, e.constant([0]))
     zero, parts = e.constant(0, torch.int64), []
-    for place, weight in ((first, 2**bits - second), ((first + 1).at_most(length - 1), second)):
+    for place, weight in ((first, 2**bits - second), (_at_most(first + 1, length - 1), second)):
         here = e.node("Equal", e.node("Unsqueeze", place.name, e.constant([1])), columns)
         parts.append(e.node("Where", here, e.node("Unsqueeze", weight.name, e.constant([1])), zero))
     return e.node("Cast", e.node("Add", *parts), to=width)
@@ -213,7 +198,7 @@ def _onnx_nearest(e: Emitter, input: str, sizes: list[Any], factors: list[float 
         step = ratio if factor is None else e.constant(1.0 / factor, real)
         position = e.node("Cast", outputs.name, to=real)
         position = e.node("Add", position, e.constant(0.5)) if exact else position
-        places = _Ints(e, e.node("Cast", e.node("Floor", e.node("Mul", position, step)), to=torch.int64)).at_most(length - 1)
+        places = _at_most(_Ints(e, e.node("Cast", e.node("Floor", e.node("Mul", position, step)), to=torch.int64)), length - 1)
         if not exact:
             places = (outputs // 2).chosen(e.node("Equal", count.name, (length * 2).name), places)
             places = outputs.chosen(e.node("Equal", count.name, length.name), places)

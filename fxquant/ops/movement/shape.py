@@ -73,7 +73,7 @@ def _plain_shape(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | s
     shape, written = shape_of(node), arguments["shape"]
     if not many_sizes(node):
         return {**arguments, "shape": numbers(shape)}
-    sizes = [size if isinstance(size, int) else None for size in shape]
+    sizes: list[Any] = [size if isinstance(size, int) else None for size in shape]
     if len(written) == len(shape):
         sizes = [
             each if size is None and isinstance(each, fx.Node) and isinstance(fact(each), BatchDim) else size

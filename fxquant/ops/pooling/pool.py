@@ -136,7 +136,7 @@ def window_padding(
     kernel, steps = kernel_and_steps(kernel_size, stride, rank)
     begin, spread = sizes(padding, rank), sizes(dilation, rank)
     rows = zip(lengths, kernel, steps, begin, spread, strict=True)
-    end = [_windows(length, *row, ceil_mode)[1] if isinstance(length, int) else row[2] for length, *row in rows]
+    end = [_windows(row[0], *row[1:], ceil_mode)[1] if isinstance(row[0], int) else row[3] for row in rows]
     return kernel, steps, begin, end, spread
 
 
