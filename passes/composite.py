@@ -12,22 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.graph import (
-    TensorFact,
-    fact,
-    inherit,
-    is_parameter,
-    mark_parameter,
-    matched_rules,
-    part,
-    refusal,
-    refuse,
-    set_fact,
-    set_inner,
-    set_matched_rules,
-    state_demand,
-    stated_demand,
-)
+from fxquant.ir import graph as facts
+from fxquant.ir.graph import TensorFact
 from fxquant.numerics.grids import INT32_MAX
 from fxquant.ops import Fixed, Operator, Own, Same, Trait, demand, operands_of, operator_of, supported_demand
 from fxquant.ops.core.composite import Builder
@@ -52,7 +38,7 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
         assert composite is not None
         assert composite.expand is not None
         config = decide(node).config
-        if config is None or refusal(node) is not None:
+        if config is None or facts.refusal(node) is not None:
             continue
         arguments = composite.arguments(node)
         because = _why_whole(node, composite, arguments) or (None if config.dynamic else needed.get(node))
@@ -70,7 +56,7 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
                 if config.dynamic:
                     _leave_in_float(inner)
                 elif part_demand is not None and supported_demand(part_demand, activations) != part_demand:
-                    state_demand(inner, supported_demand(part_demand, activations))
+                    facts.state_demand(inner, supported_demand(part_demand, activations))
             if not config.dynamic:
                 because = because or next(
                     (reason for each in build.parts if (reason := _why_float(each, context.target.name, activations)) is not None), None
@@ -84,7 +70,7 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
                 changes += 1
                 continue
             build.discard()
-        refuse(node, because)
+        facts.refuse(node, because)
         context.say(f"%{node.name} is not expanded: {because}")
     return changes
 
@@ -107,17 +93,17 @@ def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) ->
 
 def _leave_in_float(node: fx.Node) -> None:
     """Keep a part of a dynamically quantized composite in float if it is not a layer; a layer's result is not quantized."""
-    state_demand(node, None)
+    facts.state_demand(node, None)
     if not may_be_dynamic(node):
-        set_matched_rules(node, *(tuple((rule, None) for rule, _ in rules) for rules in matched_rules(node)))
-        refuse(node, f"a part of {part(node).composite}, between layers that are quantized at run time")  # type: ignore[union-attr]
+        facts.set_matched_rules(node, *(tuple((rule, None) for rule, _ in rules) for rules in facts.matched_rules(node)))
+        facts.refuse(node, f"a part of {facts.part(node).composite}, between layers that are quantized at run time")  # type: ignore[union-attr]
 
 
 def _why_float(node: fx.Node, target: str, activations: Sequence[str]) -> str | None:
     """Return why a part cannot be integer on the target, which has the dtypes `activations` in the composite; None if it can."""
-    if is_parameter(node):
+    if facts.is_parameter(node):
         return None
-    record, demanded, node_part = operator_of(node), demand(node), part(node)
+    record, demanded, node_part = operator_of(node), demand(node), facts.part(node)
     assert record is not None
     because = record.refuses(node, record.arguments(node))
     if because is not None:
@@ -130,29 +116,29 @@ def _why_float(node: fx.Node, target: str, activations: Sequence[str]) -> str | 
 
 def _replace(node: fx.Node, result: Any) -> None:
     """Replace the node by the result; a result that is one part takes the node's position and name."""
-    if isinstance(result, fx.Node) and part(result) is not None:
+    if isinstance(result, fx.Node) and facts.part(result) is not None:
         _pass_on(node, result)
         node.target, node.args, node.kwargs = result.target, result.args, result.kwargs
         node.meta.update(result.meta)
-        set_inner(node, False)
+        facts.set_inner(node, False)
         result.replace_all_uses_with(node)
         result.graph.erase_node(result)
         return
-    fx.map_arg(result, lambda each: None if part(each) is None else set_inner(each, False))
+    fx.map_arg(result, lambda each: None if facts.part(each) is None else facts.set_inner(each, False))
     substitute(node, result)
 
 
 def _pass_on(node: fx.Node, result: fx.Node) -> None:
     """Pass the demand on the composite on to its last part, or, where that only moves values, to the part that computes them."""
-    node_demand, source = stated_demand(node), result
-    while node_demand is not None and stated_demand(source) is None and isinstance(demand(source), Same):
+    node_demand, source = facts.stated_demand(node), result
+    while node_demand is not None and facts.stated_demand(source) is None and isinstance(demand(source), Same):
         operands = operands_of(source)
-        state_demand(node, None)
-        if len(operands) != 1 or part(operands[0]) is None:
+        facts.state_demand(node, None)
+        if len(operands) != 1 or facts.part(operands[0]) is None:
             return
         source = operands[0]
-    if node_demand is not None and source is not result and stated_demand(source) is None:
-        state_demand(source, node_demand)
+    if node_demand is not None and source is not result and facts.stated_demand(source) is None:
+        facts.state_demand(source, node_demand)
 
 
 # ---- Dynamic quantization -------------------------------------------------------------------------------------------
@@ -173,14 +159,14 @@ def choose_dynamic(gm: fx.GraphModule, context: Context) -> int:
         if operator is None or operator.expand is not None or not may_be_dynamic(node):
             continue
         config = decide(node).config
-        if config is None or not config.dynamic or refusal(node) is not None:
+        if config is None or not config.dynamic or facts.refusal(node) is not None:
             continue
         arguments = operator.arguments(node)
         product = operator.function is matmul
         input, weight, bias = arguments["input"], arguments["other" if product else "weight"], arguments.get("bias")
         because = _why_not_dynamic(node, input, weight, bias)
         if because is not None:
-            refuse(node, because)
+            facts.refuse(node, because)
             context.say(f"%{node.name} stays in float: {because}")
             continue
         node.target, node.args, node.kwargs = dynamic_linear, (input, _transposed(node, weight) if product else weight, bias), {}
@@ -193,21 +179,21 @@ def _transposed(node: fx.Node, weight: fx.Node) -> fx.Node:
     shape, dtype = shape_of(weight), node.meta["fact"].dtype
     assert shape is not None
     with node.graph.inserting_before(node):
-        transposed: fx.Node = inherit(node.graph.call_function(permute, (weight, [1, 0])), node, "composite.choose_dynamic")
-    mark_parameter(transposed)
-    set_fact(transposed, TensorFact(tuple(reversed(shape)), dtype))
+        transposed: fx.Node = facts.inherit(node.graph.call_function(permute, (weight, [1, 0])), node, "composite.choose_dynamic")
+    facts.mark_parameter(transposed)
+    facts.set_fact(transposed, TensorFact(tuple(reversed(shape)), dtype))
     return transposed
 
 
 def _why_not_dynamic(node: fx.Node, input: Any, weight: Any, bias: Any) -> str | None:
     """Return why a layer or a product stays in float; None if it can be a dynamic layer. `weight` is the matrix, either way round."""
     for name, value in (("matrix", weight), ("bias", bias)):
-        if isinstance(value, fx.Node) and not is_parameter(value):
+        if isinstance(value, fx.Node) and not facts.is_parameter(value):
             return f"dynamic quantization needs a constant matrix and bias, and its {name}, %{value.name}, is computed"
-    input_fact, sizes = fact(input) if isinstance(input, fx.Node) else None, shape_of(weight)
-    if not isinstance(input_fact, TensorFact) or is_parameter(input):
+    input_fact, sizes = facts.fact(input) if isinstance(input, fx.Node) else None, shape_of(weight)
+    if not isinstance(input_fact, TensorFact) or facts.is_parameter(input):
         return "its operand is not an activation"
-    if input_fact.dtype != torch.float32 or not isinstance(fact(node), TensorFact) or fact(node).dtype != torch.float32:
+    if input_fact.dtype != torch.float32 or not isinstance(facts.fact(node), TensorFact) or facts.fact(node).dtype != torch.float32:
         return f"it is computed in {str(input_fact.dtype).removeprefix('torch.')}, and dynamic quantization needs float32"
     if sizes is None or len(sizes) != 2 or len(input_fact.shape) < 2:
         return "dynamic quantization needs a weight of two dimensions and an input of two or more"

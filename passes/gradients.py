@@ -14,23 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxquant.ir import graph as facts
 from fxquant.ir.functional import stopped
-from fxquant.ir.graph import (
-    TensorFact,
-    change_gradient,
-    detach,
-    fact,
-    gradient_changes,
-    inherit,
-    is_detached,
-    is_parameter,
-    mark_parameter,
-    mark_training,
-    nodes_in,
-    refuse,
-    resolve,
-    set_fact,
-)
+from fxquant.ir.graph import TensorFact
 from fxquant.numerics.rounding import GradientRule
 from fxquant.ops import calls, operator_of
 from fxquant.ops.elementwise.activation import clamp
@@ -56,11 +42,11 @@ def mark(gm: fx.GraphModule, context: Context) -> int:
     for node in reversed(nodes):
         # A custom backward may read a node for its value, and send the gradient elsewhere.
         read = [user for user in node.users if user not in rules or len(user.args) < 2 or user.args[0] is not node or node in user.args[1:]]
-        if node in stops or (node.users and node.op != "output" and node not in constant and all(map(is_detached, read))):
-            detach(node)
+        if node in stops or (node.users and node.op != "output" and node not in constant and all(map(facts.is_detached, read))):
+            facts.detach(node)
     for node in nodes:
         if node.op != "output" and node not in rules and _reads_detached_alone(gm, node):
-            detach(node)
+            facts.detach(node)
     for node in stops:
         _remove_stop(gm, node, context)
     for node in rules:
@@ -72,7 +58,7 @@ def mark(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _rule(gm: fx.GraphModule, node: fx.Node) -> GradientRule | None:
-    module = resolve(gm, str(node.target)) if node.op == "call_module" else None
+    module = facts.resolve(gm, str(node.target)) if node.op == "call_module" else None
     return module if isinstance(module, GradientRule) else None
 
 
@@ -87,7 +73,7 @@ def _constants(gm: fx.GraphModule) -> set[fx.Node]:
 
 def _mark_parameters(node: fx.Node) -> None:
     if node.op != "get_attr":
-        mark_parameter(node)
+        facts.mark_parameter(node)
         for operand in node.all_input_nodes:
             _mark_parameters(operand)
 
@@ -96,29 +82,29 @@ def _reads_detached_alone(gm: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether no operand of a node has a gradient, and at least one is detached."""
     detached = False
     for operand in node.all_input_nodes:
-        tensor = fact(operand)
-        if is_detached(operand):
+        tensor = facts.fact(operand)
+        if facts.is_detached(operand):
             detached = True
-        elif operand.op == "get_attr" and not isinstance(resolve(gm, str(operand.target)), torch.nn.Parameter):
+        elif operand.op == "get_attr" and not isinstance(facts.resolve(gm, str(operand.target)), torch.nn.Parameter):
             continue
         elif not isinstance(tensor, TensorFact | int | float) or (isinstance(tensor, TensorFact) and tensor.dtype.is_floating_point):
             return False
-    return detached and not (node.op == "call_module" and any(True for _ in resolve(gm, str(node.target)).parameters()))
+    return detached and not (node.op == "call_module" and any(True for _ in facts.resolve(gm, str(node.target)).parameters()))
 
 
 def _remove_stop(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
     """Let readers of a stop read its operand, where the operand or the reader is detached itself."""
     operand = node.all_input_nodes[0]
     for user in list(node.users):
-        if is_detached(operand) or is_detached(user):
+        if facts.is_detached(operand) or facts.is_detached(user):
             user.replace_input_with(node, operand)
     _move_to_output(node, operand, STOP)
     if not node.users:
         gm.graph.erase_node(node)
         context.say(f"%{node.name} is removed: %{operand.name} is computed without gradients")
-    elif isinstance(fact(node), TensorFact):
+    elif isinstance(facts.fact(node), TensorFact):
         node.op, node.target, node.args, node.kwargs = "call_function", identity, (operand,), {}
-        change_gradient(node, STOP)
+        facts.change_gradient(node, STOP)
 
 
 def _move_to_output(node: fx.Node, operand: fx.Node, change: str) -> None:
@@ -126,8 +112,8 @@ def _move_to_output(node: fx.Node, operand: fx.Node, change: str) -> None:
     if not node.users or any(user.op != "output" for user in node.users):
         return
     output = next(iter(node.users))
-    for position in [position for position, place in enumerate(nodes_in(output.args)) if place is node]:
-        change_gradient(output, change, position)
+    for position in [position for position, place in enumerate(facts.nodes_in(output.args)) if place is node]:
+        facts.change_gradient(output, change, position)
     output.replace_input_with(node, operand)
 
 
@@ -135,30 +121,30 @@ def _replace_rule(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
     """Replace a hook or a custom backward by an identity; further operands of the latter are read by a node for training alone."""
     operand, *others = node.args
     assert isinstance(operand, fx.Node)
-    if is_detached(node):
+    if facts.is_detached(node):
         substitute(node, operand)
         context.say(f"%{node.name} is removed: none of its readers has a gradient")
         return
     path = str(node.target)
     if others:
         with gm.graph.inserting_before(node):
-            reader = inherit(gm.graph.create_node("call_module", path, tuple(others)), node, "gradients.mark")
-        set_fact(reader, None)
-        refuse(reader, OPERANDS)
-        mark_training(reader)
+            reader = facts.inherit(gm.graph.create_node("call_module", path, tuple(others)), node, "gradients.mark")
+        facts.set_fact(reader, None)
+        facts.refuse(reader, OPERANDS)
+        facts.mark_training(reader)
     _move_to_output(node, operand, path)
     if not node.users:
         gm.graph.erase_node(node)
         return
     node.op, node.target, node.args, node.kwargs = "call_function", identity, (operand,), {}
-    change_gradient(node, path)
+    facts.change_gradient(node, path)
 
 
 def move(gm: fx.GraphModule, context: Context) -> int:
     """Move every hook or custom backward between an operator and a clamp that is fused into it after the clamp."""
     changes = 0
     for node in list(gm.graph.nodes):
-        if not gradient_changes(node) or node.op == "output":
+        if not facts.gradient_changes(node) or node.op == "output":
             continue
         operand = node.args[0]
         while isinstance(operand, fx.Node) and len(operand.users) == 1 and len(node.users) == 1:
@@ -180,19 +166,19 @@ def move(gm: fx.GraphModule, context: Context) -> int:
 
 def attach(gm: fx.GraphModule, context: Context) -> int:
     """Insert calls of the gradient rules and stops into the prepared graph, on the dequantized tensors between its operators."""
-    readers = {str(node.target): node for node in gm.graph.nodes if _rule(gm, node) is not None and not is_parameter(node)}
+    readers = {str(node.target): node for node in gm.graph.nodes if _rule(gm, node) is not None and not facts.is_parameter(node)}
     changes = 0
     for node in list(gm.graph.nodes):
-        applied = gradient_changes(node)
+        applied = facts.gradient_changes(node)
         if node.op == "output":
             changes += _attach_outputs(gm, node, readers)
         elif applied:
             if node.op == "call_module":
                 parent, _, name = str(node.target).rpartition(".")
-                del resolve(gm, parent)._modules[name]
+                del facts.resolve(gm, parent)._modules[name]
             _call(node, node.args[0], applied[0], readers)
             changes += 1
-        elif is_detached(node) and quantized_operator(gm, node) is None:
+        elif facts.is_detached(node) and quantized_operator(gm, node) is None:
             changes += _stop_after(gm, node)
     for reader in readers.values():
         gm.graph.erase_node(reader)
@@ -208,17 +194,17 @@ def _call(node: fx.Node, operand: Any, path: str, readers: dict[str, fx.Node]) -
 
 
 def _attach_outputs(gm: fx.GraphModule, output: fx.Node, readers: dict[str, fx.Node]) -> int:
-    changes = gradient_changes(output)
+    changes = facts.gradient_changes(output)
     if not changes:
         return 0
     places: list[fx.Node] = []
-    for position, place in enumerate(nodes_in(output.args)):
+    for position, place in enumerate(facts.nodes_in(output.args)):
         if position not in changes:
             places.append(place)
             continue
         with gm.graph.inserting_before(output):
-            called = inherit(gm.graph.call_function(torch.detach, (place,)), place, "gradients.attach")
-        set_fact(called, fact(place))
+            called = facts.inherit(gm.graph.call_function(torch.detach, (place,)), place, "gradients.attach")
+        facts.set_fact(called, facts.fact(place))
         _call(called, place, changes[position], readers)
         places.append(called)
     following = iter(places)
@@ -228,15 +214,15 @@ def _attach_outputs(gm: fx.GraphModule, output: fx.Node, readers: dict[str, fx.N
 
 def _stop_after(gm: fx.GraphModule, node: fx.Node) -> int:
     """Stop the gradient after a float operator, where a reader has one."""
-    value = fact(node)
-    live = [user for user in node.users if not is_detached(user)]
+    value = facts.fact(node)
+    live = [user for user in node.users if not facts.is_detached(user)]
     stops = value.dtype.is_floating_point if isinstance(value, TensorFact) else value is None or isinstance(value, tuple | list | dict)
     if not live or not stops:
         return 0
     with gm.graph.inserting_after(node):
         inserted = gm.graph.call_function(torch.detach if isinstance(value, TensorFact) else stopped, (node,))
-    inherit(inserted, node, "gradients.attach")
-    set_fact(inserted, value)
+    facts.inherit(inserted, node, "gradients.attach")
+    facts.set_fact(inserted, value)
     for user in live:
         user.replace_input_with(node, inserted)
     return 1

@@ -15,29 +15,9 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.errors import StageViolation
+from fxquant.ir import graph as facts
 from fxquant.ir.functional import stopped
-from fxquant.ir.graph import (
-    POINTS,
-    BatchDim,
-    TensorFact,
-    at_point,
-    attach,
-    fact,
-    inherit,
-    is_parameter,
-    module_path,
-    nodes_in,
-    own_copies,
-    parameter_value,
-    part,
-    reads_sizes,
-    resolve,
-    set_fact,
-    set_part,
-    source,
-    step_of,
-    trains_only,
-)
+from fxquant.ir.graph import POINTS, BatchDim, TensorFact, at_point
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, notes, qparams, set_kernel, set_operation, set_qparams, zero_point
 from fxquant.ir.model import CARRIED, free_name, replace_graph
 from fxquant.lowering.lowering import Lowering, Place, Quantized, plainly
@@ -93,10 +73,10 @@ class GraphLowering(Lowering):
 
     @property
     def place(self) -> Place:
-        return {"at": source(self.node), "module": module_path(self.node)}
+        return {"at": facts.source(self.node), "module": facts.module_path(self.node)}
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> fx.Node:
-        zero = next((point for node in nodes_in(arguments) if (point := zero_point(node))), 0)
+        zero = next((point for node in facts.nodes_in(arguments) if (point := zero_point(node))), 0)
         if self.count is not None and primitive in COUNTED:
             counted: Any = COUNTED[primitive]
             primitive, arguments = counted, (arguments[0], self.count, *arguments[1:])
@@ -115,23 +95,23 @@ class GraphLowering(Lowering):
 
     def _call(self, primitive: Callable[..., Tensor], *arguments: Any) -> fx.Node:
         call = self.graph.create_node("call_function", primitive, arguments, {}, name=f"{self.name}_{primitive.__name__}")
-        inherit(call, self.node, "integer.lower")
+        facts.inherit(call, self.node, "integer.lower")
         call.meta["origin"] = self.name
-        set_fact(call, self.writing.shapes.infer(call))
+        facts.set_fact(call, self.writing.shapes.infer(call))
         self.made.append(call)
         _inherit_grid(call)
         return call
 
     def size(self, value: fx.Node, dim: int) -> fx.Node:
-        size = inherit(self.graph.call_method("size", (value, dim)), self.node, "integer.lower")
-        set_fact(size, fact(value).shape[dim])
+        size = facts.inherit(self.graph.call_method("size", (value, dim)), self.node, "integer.lower")
+        facts.set_fact(size, facts.fact(value).shape[dim])
         return size
 
     def times(self, size: Any, number: int) -> Any:
         if isinstance(size, int):
             return size * number
-        product = inherit(self.graph.call_function(operator.mul, (size, number)), self.node, "integer.lower")
-        set_fact(product, BatchDim.between(*(at_point(fact(size), point) * number for point in POINTS)))
+        product = facts.inherit(self.graph.call_function(operator.mul, (size, number)), self.node, "integer.lower")
+        facts.set_fact(product, BatchDim.between(*(at_point(facts.fact(size), point) * number for point in POINTS)))
         return product
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> fx.Node:
@@ -145,10 +125,10 @@ class GraphLowering(Lowering):
             self.constants[role] = self.held[key].name
             return self.held[key]
         path = f"{self.writing.container}.{self.name}.{role}"
-        attach(self.writing.gm, path, stored.clone())
+        facts.attach(self.writing.gm, path, stored.clone())
         # Naming the node here spares the search for a name that `graph.get_attr` makes.
-        added = inherit(self.graph.create_node("get_attr", path, name=f"{self.name}_{role}"), self.node, "integer.lower")
-        set_fact(added, TensorFact(tuple(value.shape), dtype))
+        added = facts.inherit(self.graph.create_node("get_attr", path, name=f"{self.name}_{role}"), self.node, "integer.lower")
+        facts.set_fact(added, TensorFact(tuple(value.shape), dtype))
         self.constants[role] = added.name
         if self.held is not None:
             self.held[key] = added
@@ -196,12 +176,12 @@ class GraphLowering(Lowering):
             notes(node).update(self.facts)
             set_operation(node, operation)
             node.meta["fused"] = self.node.meta.get("fused", ())
-            known_part = part(self.node)
+            known_part = facts.part(self.node)
             if known_part is not None:
-                set_part(node, known_part)
+                facts.set_part(node, known_part)
         if not isinstance(result, Quantized):
             return node
-        node_fact = fact(node)
+        node_fact = facts.fact(node)
         return Quantized(node, result.grid, node_fact.shape if isinstance(node_fact, TensorFact) else ())
 
 
@@ -242,11 +222,11 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
     changes = _forget_gradients(gm)
     with torch.no_grad():
         for node in gm.graph.nodes:
-            if trains_only(node):
+            if facts.trains_only(node):
                 continue
             module = quantized_operator(gm, node)
             if module is None and operator_of(node) is not DEQUANTIZE:
-                if not is_parameter(node):  # most parameters become constants and are read no more
+                if not facts.is_parameter(node):  # most parameters become constants and are read no more
                     environment[node] = graph.node_copy(node, environment.__getitem__)
                 continue
             operator = DEQUANTIZE if module is None else module.operator
@@ -272,7 +252,7 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
             environment[node] = lowered.value if isinstance(lowered, Quantized) else lowered
             changes += 1
     # Parameters of the float model that were turned into constants are no longer read.
-    eliminate_dead(graph.nodes, lambda node: is_parameter(node) or (node.op == "call_function" and node.target in PRIMITIVES))
+    eliminate_dead(graph.nodes, lambda node: facts.is_parameter(node) or (node.op == "call_function" and node.target in PRIMITIVES))
     replace_graph(gm, graph)
     _drop_unused(gm, writing.container)
     return changes
@@ -280,8 +260,8 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
 
 def _forget_gradients(gm: fx.GraphModule) -> int:
     """Remove the nodes that pass their operand on, and only change gradients."""
-    calls = [node for node in gm.graph.nodes if node.op.startswith("call_") and not is_parameter(node)]
-    rules = {node for node in calls if node.op == "call_module" and isinstance(resolve(gm, str(node.target)), GradientRule)}
+    calls = [node for node in gm.graph.nodes if node.op.startswith("call_") and not facts.is_parameter(node)]
+    rules = {node for node in calls if node.op == "call_module" and isinstance(facts.resolve(gm, str(node.target)), GradientRule)}
     stops = [node for node in calls if node in rules or (node.op == "call_function" and node.target in (torch.detach, stopped))]
     for node in stops:
         substitute(node, node.args[0])
@@ -290,7 +270,7 @@ def _forget_gradients(gm: fx.GraphModule) -> int:
 
 def _repeats(node: fx.Node) -> bool:
     """Return whether other operators may read the same constants: it reads a shared parameter, or is a step of a recurrence."""
-    return step_of(node) is not None or any(len(read.users) > 1 for read in node.all_input_nodes if is_parameter(read))
+    return facts.step_of(node) is not None or any(len(read.users) > 1 for read in node.all_input_nodes if facts.is_parameter(read))
 
 
 def _concrete(
@@ -299,12 +279,12 @@ def _concrete(
     """Return the arguments with activations as quantized nodes, parameters as tensors, and other nodes as new nodes."""
 
     def operand(_: str, value: fx.Node) -> Any:
-        if is_parameter(value):
-            return parameter_value(gm, value)
-        return results[value] if value in results else plainly(environment[value], fact(value).shape)
+        if facts.is_parameter(value):
+            return facts.parameter_value(gm, value)
+        return results[value] if value in results else plainly(environment[value], facts.fact(value).shape)
 
     def other(value: fx.Node) -> Any:
-        return parameter_value(gm, value) if is_parameter(value) else environment[value]
+        return facts.parameter_value(gm, value) if facts.is_parameter(value) else environment[value]
 
     activations = {name for name in (*operator.operands, "residual") if arguments.get(name) is not None}
     rest = {name: fx.map_arg(value, other) for name, value in arguments.items() if name not in activations}
@@ -318,12 +298,12 @@ def _referring(arguments: dict[str, Any], environment: dict[fx.Node, fx.Node]) -
 
     def refer(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return None if is_parameter(value) else Reference(environment[value].name)
+            return None if facts.is_parameter(value) else Reference(environment[value].name)
         return value
 
     for name, value in arguments.items():
-        nodes = nodes_in(value)
-        if not any(map(is_parameter, nodes)) or (isinstance(value, list) and not all(map(is_parameter, nodes))):
+        nodes = facts.nodes_in(value)
+        if not any(map(facts.is_parameter, nodes)) or (isinstance(value, list) and not all(map(facts.is_parameter, nodes))):
             plain[name] = fx.node.map_aggregate(value, refer) if nodes else value
     return plain
 
@@ -332,12 +312,12 @@ def _drop_unused(gm: fx.GraphModule, container: str) -> None:
     """Keep copies of only those modules and tensors of the float model that the graph reads, and the new constants in `container`."""
     paths = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
     paths.update(gm.meta[CARRIED].modules() if CARRIED in gm.meta else ())
-    copies = own_copies({path: resolve(gm, path) for path in sorted(paths) if not path.startswith(container + ".")})
+    copies = facts.own_copies({path: facts.resolve(gm, path) for path in sorted(paths) if not path.startswith(container + ".")})
     for name in (*gm._modules, *gm._parameters, *gm._buffers):
         if name != container:
             delattr(gm, name)
     for path, value in copies.items():
-        attach(gm, path, value)
+        facts.attach(gm, path, value)
 
 
 # ---- Kernels --------------------------------------------------------------------------------------------------------
@@ -352,7 +332,7 @@ def find_kernels(gm: fx.GraphModule, context: Context) -> int:
     """Write the kernel and the other nodes that it computes on every node that a kernel matches."""
     changes = 0
     for node in gm.graph.nodes:
-        if node.op != "call_function" or reads_sizes(node):
+        if node.op != "call_function" or facts.reads_sizes(node):
             continue
         for kernel in context.kernels:
             match = kernel.match(node)

@@ -9,21 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import (
-    Annotation,
-    BatchDim,
-    annotation,
-    attach,
-    detached_arguments,
-    is_detached,
-    is_parameter,
-    module_path,
-    observed,
-    parameter_value,
-    resolve,
-    shape_of,
-    source,
-)
+from fxquant.ir import graph as facts
+from fxquant.ir.graph import Annotation, BatchDim
 from fxquant.ir.model import FROZEN_NORMS, KEPT_IN_EVAL, free_name
 from fxquant.lowering.lowering import cannot_be_integers, first_not_finite, named_parameters
 from fxquant.numerics.grids import EVERYTHING
@@ -48,7 +35,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
     changes = 0
     for node in gm.graph.nodes:
         operator = operator_of(node)
-        spec = annotation(node)
+        spec = facts.annotation(node)
         if operator is None or spec is None or not (is_integer(node) or Trait.DYNAMIC in operator.traits):
             continue
         arguments = operator.arguments(node)
@@ -70,18 +57,18 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
                 _intermediate(node, arguments, spec, context) if "residual" in arguments else None,
                 _weight_quantizer(gm, operator, arguments, spec.config.weight, context),
                 _factors(node, operator, arguments),
-                observed(node) or EVERYTHING,
+                facts.observed(node) or EVERYTHING,
             ),
             live_batch_norm=context.options.batch_norm == "live" and not frozen,
-            path=module_path(node),
+            path=facts.module_path(node),
             detached=_detached(node, operator),
         )
         target = f"{container}.{node.name}"
-        attach(gm, target, module)
+        facts.attach(gm, target, module)
         node.op, node.target = "call_module", target
         changes += 1
     link(gm, gm.graph)
-    in_eval = {resolve(gm, path) for path in gm.meta.get(KEPT_IN_EVAL, ())}
+    in_eval = {facts.resolve(gm, path) for path in gm.meta.get(KEPT_IN_EVAL, ())}
     owners = {owner for operator in quantized_operators(gm).values() for owner in operator.owners if owner is not None}
     for owner in owners - in_eval:  # in the model's own mode: those of the float model were traced in eval mode
         owner.training = gm.training
@@ -90,16 +77,16 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
 
 def _detached(node: fx.Node, operator: Operator) -> bool | tuple[str, ...]:
     """Return True if an operator is computed without gradients, else the names of its arguments that have none."""
-    if is_detached(node) or (node.all_input_nodes and all(map(is_detached, node.all_input_nodes))):
+    if facts.is_detached(node) or (node.all_input_nodes and all(map(facts.is_detached, node.all_input_nodes))):
         return True
-    return tuple(operator.parameter_names[each] if isinstance(each, int) else each for each in detached_arguments(node))
+    return tuple(operator.parameter_names[each] if isinstance(each, int) else each for each in facts.detached_arguments(node))
 
 
 def _require_finite(gm: fx.GraphModule, node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> None:
     """Raise NotFinite for NaN and infinite weights, biases and batch norms, and for NaN in any other constant."""
 
     def value(name: str) -> Any:
-        return fx.map_arg(arguments.get(name), lambda operand: parameter_value(gm, operand) if is_parameter(operand) else None)
+        return fx.map_arg(arguments.get(name), lambda operand: facts.parameter_value(gm, operand) if facts.is_parameter(operand) else None)
 
     because = first_not_finite(named_parameters(value("weight"), value("bias"), value("batch_norm")))
     for name in operator.operands:
@@ -107,7 +94,7 @@ def _require_finite(gm: fx.GraphModule, node: fx.Node, operator: Operator, argum
         if isinstance(constant, Tensor) and bool(torch.isnan(constant).any()):
             because = f"its constant {name!r} holds NaN"
     if because is not None:
-        raise cannot_be_integers(node.name, because, source(node), module_path(node))
+        raise cannot_be_integers(node.name, because, facts.source(node), facts.module_path(node))
 
 
 def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
@@ -115,7 +102,7 @@ def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
     chosen: dict[int, tuple[fx.Node, ActivationConfig]] = {}
     members: dict[int, list[fx.Node]] = {}
     for node in gm.graph.nodes:
-        operator, spec = operator_of(node), annotation(node)
+        operator, spec = operator_of(node), facts.annotation(node)
         if operator is None or spec is None or spec.group is None or spec.dtype is None:
             continue
         members.setdefault(spec.group, []).append(node)
@@ -135,7 +122,7 @@ def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, co
     """
     config: ActivationConfig = result_config(node)
     if config.dtype == "int32":
-        residual = annotation(arguments["residual"])
+        residual = facts.annotation(arguments["residual"])
         assert residual is not None
         assert residual.dtype is not None
         config = replace(config, dtype=residual.dtype)
@@ -149,7 +136,7 @@ def _weight_quantizer(
 ) -> WeightQuantizer:
     """Return the weight quantizer, with scales per layer or powers of two if the target requires it; only a layer's scale is learned."""
     weight = operator.layer.weight(
-        **fx.map_arg(arguments, lambda operand: parameter_value(gm, operand) if is_parameter(operand) else operand)
+        **fx.map_arg(arguments, lambda operand: facts.parameter_value(gm, operand) if facts.is_parameter(operand) else operand)
     )
     per_channel = config.per_channel and context.target.per_channel_weights
     method = METHODS.get(config.training)
@@ -168,7 +155,7 @@ def _factors(node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> Ch
     if operator.layer.channels is None:
         return None
     dim = operator.layer.channels(arguments)
-    read, outputs = (shape_of(each)[dim] for each in (arguments["input"], node))
+    read, outputs = (facts.shape_of(each)[dim] for each in (arguments["input"], node))
     return ChannelFactors(read, outputs) if isinstance(read, int) and isinstance(outputs, int) else None
 
 
@@ -182,11 +169,11 @@ def _quantizer(node: fx.Node, config: ActivationConfig, context: Context, member
         training=config.training,
         power_of_two=context.target.arithmetic.power_of_two_scales or config.power_of_two,
         headroom=demanded.headroom if isinstance(demanded, Own) and config.dtype == demanded.dtype else 1.0,
-        items=all(shape_of(member)[:1] == (BatchDim(),) for member in members),
+        items=all(facts.shape_of(member)[:1] == (BatchDim(),) for member in members),
         is_output=any(user.op == "output" or operator_of(user) is DEQUANTIZE for member in members for user in member.users),
         name=node.name,
-        source=source(node),
-        module=module_path(node),
+        source=facts.source(node),
+        module=facts.module_path(node),
     )
 
 
@@ -194,9 +181,9 @@ def _inputs(operator: Operator, arguments: dict[str, Any], quantizers: dict[int,
     """Return the quantizers of the operands, by parameter; None for an operand that is a constant."""
 
     def quantizer(name: str, operand: fx.Node) -> Quantizer | None:
-        if is_parameter(operand) or operand in read_nodes(operator, arguments):
+        if facts.is_parameter(operand) or operand in read_nodes(operator, arguments):
             return None
-        return quantizers[annotation(operand).group]  # type: ignore[union-attr,index]
+        return quantizers[facts.annotation(operand).group]  # type: ignore[union-attr,index]
 
     mapped = map_operands(operator, arguments, quantizer)
     names = (*operator.operands, "residual")

@@ -13,21 +13,8 @@ from torch.utils import _pytree as pytree
 
 from fxquant.analysis.measures import cost_of
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import (
-    TensorFact,
-    annotation,
-    computes_tensor,
-    fact,
-    fused,
-    is_inner_part,
-    is_parameter,
-    model_meta,
-    module_path,
-    part,
-    source,
-    stage_of,
-    step_of,
-)
+from fxquant.ir import graph as facts
+from fxquant.ir.graph import TensorFact
 from fxquant.ir.integer import QParams, Reference, is_inner, noted, notes, operation, origin
 from fxquant.ops import BY_NAME, carried
 from fxquant.prepared.stage import (
@@ -125,7 +112,7 @@ class Layer:
 
 
 GRAPH = instance("a traced, prepared or integer model", fx.GraphModule)
-QUANTIZED = such("a prepared or integer model", GRAPH.take, lambda model: stage_of(model) in ("PREPARED", "INTEGER", "FUSED"))
+QUANTIZED = such("a prepared or integer model", GRAPH.take, lambda model: facts.stage_of(model) in ("PREPARED", "INTEGER", "FUSED"))
 
 
 @checked(model=GRAPH)
@@ -135,7 +122,7 @@ def layers(model: fx.GraphModule) -> tuple[Layer, ...]:
     An operator that has no counterpart in integers (an identity, a dropout) is not a layer of the integer model; all others have the
     same names in both. Linear in the nodes. Raises ConfigurationError for a model that is not a graph.
     """
-    target = model_meta(model).get("target")
+    target = facts.model_meta(model).get("target")
     device = HOST if target is None else target.name
     nodes = {node.name: node for node in model.graph.nodes}
     inside: dict[str, list[Intermediate]] = {}
@@ -146,7 +133,7 @@ def layers(model: fx.GraphModule) -> tuple[Layer, ...]:
             grid = grid_of(model, node)
             if grid is not None:
                 inside.setdefault(origin(node), []).append(Intermediate(node.name, primitive.name, grid))
-        elif annotation(node) is not None or computes_tensor(node):
+        elif facts.annotation(node) is not None or facts.computes_tensor(node):
             all_layers.append(_layer(model, node, nodes, device, tuple(inside.pop(node.name, ()))))
     return tuple(all_layers)
 
@@ -159,7 +146,7 @@ def left_in_float(all_layers: tuple[Layer, ...]) -> list[Layer]:
 def _layer(
     model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], device: str, intermediates: tuple[Intermediate, ...]
 ) -> Layer:
-    spec, lowered, grid, result = annotation(node), operation(node), grid_of(model, node), fact(node)
+    spec, lowered, grid, result = facts.annotation(node), operation(node), grid_of(model, node), facts.fact(node)
     dtype = dtype_of(model, node)
     macs, weight_bytes, activation_bytes = cost_of(model, node, nodes, dtype)
     tensor = result if isinstance(result, TensorFact) else None
@@ -178,9 +165,10 @@ def _layer(
     shape = () if tensor is None else tuple(size if isinstance(size, int) else str(size) for size in tensor.shape)
     remarks = () if lowered is None else tuple(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES)
     return Layer(
-        node.name, operator, dtype is not None, is_dynamic(model, node), at_boundary, shown, grid, shape, source(node), module_path(node),
-        where, reason, remarks, noted(node, "accumulator_bits") or 0, macs, weight_bytes, activation_bytes, fused(node),
-        str(part(node) or ""), is_inner_part(node), step_of(node), intermediates, coarser(model, node, nodes),
+        node.name, operator, dtype is not None, is_dynamic(model, node), at_boundary, shown, grid, shape, facts.source(node),
+        facts.module_path(node), where, reason, remarks, noted(node, "accumulator_bits") or 0, macs, weight_bytes, activation_bytes,
+        facts.fused(node), str(facts.part(node) or ""), facts.is_inner_part(node), facts.step_of(node), intermediates,
+        coarser(model, node, nodes),
     )  # fmt: skip
 
 
@@ -201,7 +189,7 @@ def coarser(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) 
         return ()
     operands = pytree.tree_leaves([arguments.get(name) for name in carried(operator)])
     tensors = [nodes[value.node] if isinstance(value, Reference) else value for value in operands]
-    tensors = [value for value in dict.fromkeys(tensors) if isinstance(value, fx.Node) and not is_parameter(value)]
+    tensors = [value for value in dict.fromkeys(tensors) if isinstance(value, fx.Node) and not facts.is_parameter(value)]
     scales = {value.name: each.scale for value in tensors if (each := grid_of(model, value)) is not None}
     if len(scales) < 2 or not all(isinstance(scale, float) and scale > 0 for scale in scales.values()):
         return ()
@@ -304,7 +292,7 @@ def grouped(model: fx.GraphModule, cut: Sequence[str | Sequence[str]]) -> list[t
 
 def _works(node: fx.Node) -> bool:
     """Return whether a node is an operator. Sizes and functions of parameters are none: every segment that reads one computes it again."""
-    return node.op not in ("placeholder", "get_attr", "output") and not is_parameter(node) and computes_tensor(node)
+    return node.op not in ("placeholder", "get_attr", "output") and not facts.is_parameter(node) and facts.computes_tensor(node)
 
 
 def _device(model: fx.GraphModule, node: fx.Node) -> str:
@@ -345,7 +333,9 @@ def _stages(model: fx.GraphModule, working: list[fx.Node], cut: Sequence[str | S
                 stage.setdefault(one, number)
     for node in working:
         # Dequantized values are in the stage of their integers, and a part of a value that is not a tensor is in the stage of that value.
-        reads = [read for read in _reads(node) if read in stage and (is_dequantize(model, node) or not isinstance(fact(read), TensorFact))]
+        reads = [
+            read for read in _reads(node) if read in stage and (is_dequantize(model, node) or not isinstance(facts.fact(read), TensorFact))
+        ]
         if reads:
             stage[node] = stage[reads[0]]
         stage.setdefault(node, len(cut))
@@ -353,17 +343,17 @@ def _stages(model: fx.GraphModule, working: list[fx.Node], cut: Sequence[str | S
 
 
 def _named(model: fx.GraphModule, working: list[fx.Node], name: str) -> fx.Node:
-    records = {node: primitive_of(node) for node in working if isinstance(fact(node), TensorFact)}
+    records = {node: primitive_of(node) for node in working if isinstance(facts.fact(node), TensorFact)}
     between = {node for node, record in records.items() if record is not None and (record.kind == "accumulator" or is_inner(node))}
     tensors = {node.name: node for node in records if node not in between}  # of the model
     if name in tensors:
         return tensors[name]
-    inside = [node for node in tensors.values() if module_path(node) == name or module_path(node).startswith(f"{name}.")]
+    inside = [node for node in tensors.values() if facts.module_path(node) == name or facts.module_path(node).startswith(f"{name}.")]
     inside = [node for node in inside if not is_dequantize(model, node)]
-    inside = inside or [node for node in tensors.values() if name.replace(".", "_") in fused(node)]
+    inside = inside or [node for node in tensors.values() if name.replace(".", "_") in facts.fused(node)]
     if name and inside:
         return inside[-1]
-    near = difflib.get_close_matches(name, [*tensors, *dict.fromkeys(map(module_path, working))], n=1)
+    near = difflib.get_close_matches(name, [*tensors, *dict.fromkeys(map(facts.module_path, working))], n=1)
     because = "a cut is named after a tensor that the model computes, or the path of a module in the user's model"
     remedy = f"did you mean {near[0]!r}?" if near else "fxq.inspect.layers and fxq.text list the names"
     raise ConfigurationError(f"the model has no tensor {name!r} to cut after", because=because, remedy=remedy)

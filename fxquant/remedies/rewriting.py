@@ -8,22 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.analysis.explain import Breach
-from fxquant.ir.graph import (
-    Annotation,
-    Part,
-    TensorFact,
-    annotate,
-    annotation,
-    fact,
-    is_inner_part,
-    mark_parameter,
-    parameter_value,
-    part,
-    set_fact,
-    set_inner,
-    set_part,
-    shape_of,
-)
+from fxquant.ir import graph as facts
+from fxquant.ir.graph import Annotation, Part, TensorFact
 from fxquant.ir.model import free_name
 from fxquant.ops import Operator, Same
 from fxquant.ops.core.composite import Builder
@@ -71,10 +57,10 @@ class Rewriting(Builder):
         self.gm, self.operator, self.limit, self.because = gm, operator, breach.limit, breach.sentence
         self.arguments = operator.arguments(node)  # its canonical arguments, by name
         self.clamp: Any = self.arguments.get("clamp")  # the limits that are fused into the operator; None if there are none
-        self.result: tuple[Any, ...] = shape_of(node)  # the shape of the result
+        self.result: tuple[Any, ...] = facts.shape_of(node)  # the shape of the result
         self.values = list(breach.values)
         self.notes: list[str] = []
-        spec = annotation(node)
+        spec = facts.annotation(node)
         assert spec is not None
         assert spec.dtype is not None
         self.spec, self.dtype = spec, spec.dtype
@@ -88,7 +74,7 @@ class Rewriting(Builder):
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        return shape_of(self.input)
+        return facts.shape_of(self.input)
 
     @property
     def most(self) -> int:
@@ -115,12 +101,12 @@ class Rewriting(Builder):
         fused = {name: value for name in FUSED if (value := kwargs.pop(name, None)) is not None}
         call: fx.Node = super().__call__(function, *args, demand=demand, **kwargs)
         call.kwargs = fused
-        outer = part(self.node)
+        outer = facts.part(self.node)
         if outer is not None:
-            set_part(call, Part(outer.composite, f"{outer.role}: {part(call)}"))
-        source = annotation(call.args[0][0] if isinstance(call.args[0], list | tuple) else call.args[0])  # type: ignore[arg-type]
+            facts.set_part(call, Part(outer.composite, f"{outer.role}: {facts.part(call)}"))
+        source = facts.annotation(call.args[0][0] if isinstance(call.args[0], list | tuple) else call.args[0])  # type: ignore[arg-type]
         chosen = source.dtype if shares(call) and source is not None and source.dtype is not None else dtype or self.dtype
-        annotate(call, Annotation(chosen, f"{self.name}, since {self.because}", self.spec.config))
+        facts.annotate(call, Annotation(chosen, f"{self.name}, since {self.because}", self.spec.config))
         return call
 
     def again(self, **changes: Any) -> fx.Node:
@@ -138,9 +124,9 @@ class Rewriting(Builder):
     def parameter(self, function: Callable[..., Tensor], *args: Any) -> fx.Node:
         """Append a value computed from parameters alone in every run: the parameters keep their names, and are trained."""
         added = self._node("call_function", function, args, function.__name__)
-        mark_parameter(added)
-        value = parameter_value(self.gm, added)
-        set_fact(added, TensorFact(tuple(value.shape), value.dtype))
+        facts.mark_parameter(added)
+        value = facts.parameter_value(self.gm, added)
+        facts.set_fact(added, TensorFact(tuple(value.shape), value.dtype))
         return added
 
     def constant(self, value: Tensor) -> fx.Node:
@@ -148,7 +134,7 @@ class Rewriting(Builder):
         name = free_name(self.gm, f"{self.node.name}_constant")
         self.gm.register_buffer(name, value, persistent=False)
         added = self._node("get_attr", name, (), name.removeprefix(f"{self.node.name}_"))
-        set_fact(added, TensorFact(tuple(value.shape), value.dtype))
+        facts.set_fact(added, TensorFact(tuple(value.shape), value.dtype))
         return added
 
     def folded(self, axis: int) -> tuple[Any, Any]:
@@ -162,9 +148,9 @@ class Rewriting(Builder):
 
     def cut(self, value: Any, dim: int, start: int, stop: int) -> Any:
         """Return the elements start to stop of an activation along `dim`; the activation itself if that is every element; None for None."""
-        if value is None or (start, stop) == (0, shape_of(value)[dim]):
+        if value is None or (start, stop) == (0, facts.shape_of(value)[dim]):
             return value
-        index: list[Any] = [WHOLE] * len(shape_of(value))
+        index: list[Any] = [WHOLE] * len(facts.shape_of(value))
         index[dim] = slice(start, stop)
         return self(getitem, value, index)
 
@@ -174,12 +160,12 @@ class Rewriting(Builder):
 
     def finish(self, result: fx.Node) -> None:
         """Replace the node by the result, with its name and dtype; parts that the result only moves get the grid of the whole."""
-        node, source, inner = self.node, result, is_inner_part(self.node)
+        node, source, inner = self.node, result, facts.is_inner_part(self.node)
         while isinstance(demand(source), Same) and source in self.parts and isinstance(operand := source.args[0], fx.Node):
             source = operand
         for each in (source, result):
             if each in self.parts:
-                set_inner(each, inner)
+                facts.set_inner(each, inner)
         if result not in self.parts:  # the result is another node's value
             node.replace_all_uses_with(result)
             node.graph.erase_node(node)
@@ -197,4 +183,4 @@ def even(size: int, pieces: int) -> list[tuple[int, int]]:
 
 def is_activation(value: Any) -> bool:
     """Return whether an argument is an activation of known shape."""
-    return isinstance(value, fx.Node) and isinstance(fact(value), TensorFact)
+    return isinstance(value, fx.Node) and isinstance(facts.fact(value), TensorFact)
