@@ -13,44 +13,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxquant import ops
+from fxquant.ir import graph as facts
 from fxquant.ir.functional import dequant_stub, mark_stub, outside, quant_stub
-from fxquant.ir.graph import (
-    BatchDim,
-    TensorFact,
-    absorb,
-    attach,
-    fact,
-    gradient_changes,
-    inherit,
-    is_parameter,
-    mark_parameter,
-    nodes_in,
-    noise,
-    parameter_value,
-    pass_on,
-    reads_shape_only,
-    refusal,
-    refuse,
-    resolve,
-    set_fact,
-    spell,
-    state_demand,
-)
-from fxquant.ops import (
-    FUNCTIONS,
-    METHODS,
-    MODULES,
-    OPERATORS,
-    Fixed,
-    Instead,
-    Operator,
-    Own,
-    Parameter,
-    Plain,
-    Trait,
-    operands_of,
-    operator_of,
-)
+from fxquant.ir.graph import BatchDim, TensorFact
+from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, Trait
 from fxquant.ops.core.casting import MADE, filled, is_broadcast, is_joined, made_anew, sizes_of, to_integer, to_real, truncated
 from fxquant.ops.core.composite import QUANTIZE, Builder
 from fxquant.ops.core.places import is_arange
@@ -81,23 +48,23 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
     for node in list(gm.graph.nodes):
         changes += _hold(gm, node, modules, attributes)
         if _computes_parameter(node):
-            mark_parameter(node)
+            facts.mark_parameter(node)
             continue
         if node in excluded:
-            refuse(node, excluded[node])
+            facts.refuse(node, excluded[node])
             continue
         if node.target in (quant_stub, dequant_stub):
             _replace_stub(node, context)
             changes += 1
             continue
-        if isinstance(fact(node), int | float | BatchDim) or _of_sizes(node):  # sizes, and what is computed of them
+        if isinstance(facts.fact(node), int | float | BatchDim) or _of_sizes(node):  # sizes, and what is computed of them
             continue
         fold_sizes(node)
         recognised = _with_batch(node, modules, context)
         if recognised is None:
             continue
         operator, arguments, written = recognised
-        spell(node, *written)
+        facts.spell(node, *written)
         meant = of_an_index(node, operator, arguments) or promoted(
             node, operator, arguments, Builder(node.name, node, (), "canonical.rewrite")
         )
@@ -110,7 +77,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
             operator, arguments = (operator, because) if because else _normalized(node, operator, arguments)
         arguments = _without_elements(node, arguments) or arguments
         if isinstance(arguments, str):
-            refuse(node, arguments)
+            facts.refuse(node, arguments)
             context.say(f"%{node.name} stays as it is: {arguments}")
             continue
         target = str(node.target)
@@ -121,7 +88,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         node.args, node.kwargs = tuple(values.values()), {}
         changes += 1
         if _computes_parameter(node):  # a layer that is applied to a constant
-            mark_parameter(node)
+            facts.mark_parameter(node)
             continue
         _pass_by(node, context)
         _shift(node, context)
@@ -138,7 +105,7 @@ def _normalized(node: fx.Node, operator: Operator, arguments: dict[str, Any]) ->
 def _remove_identities(gm: fx.GraphModule, modules: dict[str, nn.Module]) -> int:
     """Remove calls of nn.Identity on containers; their readers read the container directly."""
     nodes = gm.graph.find_nodes(op="call_module")
-    calls = [node for node in nodes if type(modules[str(node.target)]) is nn.Identity and isinstance(fact(node), tuple | list | dict)]
+    calls = [node for node in nodes if type(modules[str(node.target)]) is nn.Identity and isinstance(facts.fact(node), tuple | list | dict)]
     for node in calls:
         substitute(node, node.args[0] if node.args else node.kwargs["input"])
     return len(calls)
@@ -162,14 +129,14 @@ def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attr
     if not added and not joined:
         return 0
     path = f"{MADE}.{node.name}"
-    attach(gm, path, value)
+    facts.attach(gm, path, value)
     with gm.graph.inserting_before(node):
-        attributes[path] = inherit(gm.graph.create_node("get_attr", path, name=f"{node.name}_made"), node, "canonical.rewrite")
-    set_fact(attributes[path], TensorFact(tuple(value.shape), value.dtype))
+        attributes[path] = facts.inherit(gm.graph.create_node("get_attr", path, name=f"{node.name}_made"), node, "canonical.rewrite")
+    facts.set_fact(attributes[path], TensorFact(tuple(value.shape), value.dtype))
     for reader in added:
         reader.replace_input_with(node, attributes[path])
     if joined:
-        batched = not all(isinstance(size, int) for size in fact(node).shape)
+        batched = not all(isinstance(size, int) for size in facts.fact(node).shape)
         repeated = _repeated_for_the_batch(gm, node, attributes[path]) if batched else attributes[path]
         for reader in joined:
             reader.replace_input_with(node, repeated)
@@ -178,7 +145,7 @@ def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attr
 
 def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node) -> fx.Node:
     """Return the constant, expanded to the sizes of the result of `node`."""
-    node_fact, sizes = fact(node), sizes_of(node)
+    node_fact, sizes = facts.fact(node), sizes_of(node)
     assert isinstance(node_fact, TensorFact)
     with gm.graph.inserting_before(node):
         if sizes is None:
@@ -188,20 +155,20 @@ def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node
                 if isinstance(size, int):
                     sizes.append(size)
                     continue
-                computed = inherit(gm.graph.call_method("size", (like, dim)), node, "canonical.rewrite")
-                set_fact(computed, size)
+                computed = facts.inherit(gm.graph.call_method("size", (like, dim)), node, "canonical.rewrite")
+                facts.set_fact(computed, size)
                 sizes.append(computed)
-        repeated = inherit(gm.graph.call_function(expand, (constant, sizes)), node, "canonical.rewrite")
-    set_fact(repeated, node_fact)
+        repeated = facts.inherit(gm.graph.call_function(expand, (constant, sizes)), node, "canonical.rewrite")
+    facts.set_fact(repeated, node_fact)
     return repeated
 
 
 def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
     """Return why the operator's function cannot replace the call that the user wrote, which gives other numbers; None if it can."""
-    node_fact = fact(node)
+    node_fact = facts.fact(node)
     if node.target is operator.function or not isinstance(node_fact, TensorFact):
         return None
-    read = {operand: of.dtype for operand in node.all_input_nodes if isinstance(of := fact(operand), TensorFact)}
+    read = {operand: of.dtype for operand in node.all_input_nodes if isinstance(of := facts.fact(operand), TensorFact)}
     if isinstance(operator.demand, Plain):
         same_dtype = node_fact.dtype == getattr(torch, operator.demand.dtype)
     else:
@@ -210,7 +177,7 @@ def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
             same_dtype = node_fact.dtype == torch.int64 and set(read.values()) == {torch.float32}
     if same_dtype:
         return None
-    other = next((operand for operand, dtype in read.items() if dtype != torch.float32 and not is_parameter(operand)), None)
+    other = next((operand for operand, dtype in read.items() if dtype != torch.float32 and not facts.is_parameter(operand)), None)
     what, dtype = ("result", node_fact.dtype) if other is None else (f"operand %{other.name}", read[other])
     remedy = "; convert it to float32" if other is not None and dtype.is_floating_point else ""
     return f"its {what} is {str(dtype).removeprefix('torch.')}, and only float32 tensors are quantized{remedy}"
@@ -218,8 +185,8 @@ def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
 
 def _without_elements(node: fx.Node, arguments: dict[str, Any] | str) -> str | None:
     """Return a reason to stay in float if a tensor has no elements: it has no range, sum or largest element."""
-    read = [node, *nodes_in(arguments if isinstance(arguments, dict) else {})]
-    empty = next((value for value in read if isinstance(of := fact(value), TensorFact) and 0 in of.shape), None)
+    read = [node, *facts.nodes_in(arguments if isinstance(arguments, dict) else {})]
+    empty = next((value for value in read if isinstance(of := facts.fact(value), TensorFact) and 0 in of.shape), None)
     return None if empty is None else f"%{empty.name} has no elements"
 
 
@@ -227,12 +194,12 @@ def _replace_stub(node: fx.Node, context: Context) -> None:
     """Rewrite a QuantStub as a quantize, whose scale the rules determine later, and remove a DeQuantStub."""
     operand, *scale = node.args
     assert isinstance(operand, fx.Node)
-    operand_fact = fact(operand)
+    operand_fact = facts.fact(operand)
     if node.target is quant_stub and isinstance(operand_fact, TensorFact) and operand_fact.dtype == torch.float32:
         node.target, node.args = QUANTIZE.function, (operand,)
         mark_stub(node)
         if scale:
-            state_demand(node, Fixed(float(scale[0]), "int8"))  # type: ignore[arg-type]
+            facts.state_demand(node, Fixed(float(scale[0]), "int8"))  # type: ignore[arg-type]
         return
     context.say(f"%{node.name} marks where the integer part begins or ends")
     bypass(node)
@@ -240,16 +207,20 @@ def _replace_stub(node: fx.Node, context: Context) -> None:
 
 def _of_sizes(node: fx.Node) -> bool:
     """Return whether a node computes a number that is not a multiple of the batch size, such as 1 / x.shape[0]."""
-    read = [fact(operand) for operand in node.all_input_nodes]
+    read = [facts.fact(operand) for operand in node.all_input_nodes]
     numbers = bool(read) and all(each is None or isinstance(each, int | float | BatchDim) for each in read)
-    return fact(node) is None and numbers and not any(map(is_parameter, node.all_input_nodes))
+    return facts.fact(node) is None and numbers and not any(map(facts.is_parameter, node.all_input_nodes))
 
 
 def _computes_parameter(node: fx.Node) -> bool:
     """Return whether a node is computed from parameters alone, without random numbers; it is then not rewritten."""
     if node.op == "call_module":
-        return is_parameter(node)  # a custom function of a weight
-    if node.op not in ("call_function", "call_method") or not node.all_input_nodes or not all(map(is_parameter, node.all_input_nodes)):
+        return facts.is_parameter(node)  # a custom function of a weight
+    if (
+        node.op not in ("call_function", "call_method")
+        or not node.all_input_nodes
+        or not all(map(facts.is_parameter, node.all_input_nodes))
+    ):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     packet = getattr(torch.ops.aten, re.sub(r"(?<=dropout)\dd$", "", name), None)  # aten has no operator dropout2d
@@ -258,39 +229,44 @@ def _computes_parameter(node: fx.Node) -> bool:
 
 def _pass_by(node: fx.Node, context: Context) -> None:
     """Bypass a node that returns an operator's result unchanged, so that fusions find the operator itself."""
-    operator = operator_of(node)
+    operator = ops.operator_of(node)
     assert operator is not None
     arguments = operator.arguments(node)
-    operands = operands_of(node)
-    if len(operands) != 1 or operator_of(operands[0]) is None or not isinstance(fact(node), TensorFact) or gradient_changes(node):
+    operands = ops.operands_of(node)
+    if (
+        len(operands) != 1
+        or ops.operator_of(operands[0]) is None
+        or not isinstance(facts.fact(node), TensorFact)
+        or facts.gradient_changes(node)
+    ):
         return
-    if fact(operands[0]) == fact(node) and operator.refuses(node, arguments) is None and operator.idle(arguments):
-        pass_on(operands[0], node)
+    if facts.fact(operands[0]) == facts.fact(node) and operator.refuses(node, arguments) is None and operator.idle(arguments):
+        facts.pass_on(operands[0], node)
         node.replace_all_uses_with(operands[0])
         context.say(f"%{node.name} passes on %{operands[0].name} unchanged, and is removed")
 
 
 def _shift(node: fx.Node, context: Context) -> None:
     """Fuse the addition of a number into the unary function that reads it, so that a number below a step of the sum is not lost."""
-    operator = operator_of(node)
+    operator = ops.operator_of(node)
     addition = node.args[0] if node.args else None
     if operator is None or not isinstance(addition, fx.Node) or operator.refuses(node, operator.arguments(node)) is not None:
         return
     arguments = with_offset(operator, operator.arguments(node), addition)
     if arguments is not None:
         node.target, node.args = SHIFTED.function, tuple(arguments.values())
-        absorb(node, addition)
+        facts.absorb(node, addition)
         context.say(f"%{addition.name} is part of the table %{node.name}")
 
 
 def _is_unused(node: fx.Node) -> bool:
     """Return whether an unread node is removed: only a replaced call form read it, such as sizes of a reshape, or a weight's transpose."""
-    node_fact, called, operands = fact(node), node.op in ("call_method", "call_function"), node.all_input_nodes
+    node_fact, called, operands = facts.fact(node), node.op in ("call_method", "call_function"), node.all_input_nodes
     number = not isinstance(node_fact, TensorFact)
     if node_fact is None:  # as Python's quotient of sizes, which is not an integer
         pure = getattr(node.target, "__module__", None) in PURE and bool(operands)
-        number = pure and not any(isinstance(fact(each), TensorFact | list | tuple | dict) for each in operands)
-    replaced = operator_of(node) is not None or is_cast(node) or is_power(node) or made_anew(node) is not None or is_arange(node)
+        number = pure and not any(isinstance(facts.fact(each), TensorFact | list | tuple | dict) for each in operands)
+    replaced = ops.operator_of(node) is not None or is_cast(node) or is_power(node) or made_anew(node) is not None or is_arange(node)
     return replaced or (called and (number or (isinstance(node_fact, TensorFact) and 0 in node_fact.shape)))
 
 
@@ -298,7 +274,7 @@ def _with_batch(
     node: fx.Node, modules: dict[str, nn.Module], context: Context
 ) -> tuple[Operator, dict[str, Any] | str, tuple[Any, ...]] | None:
     """Return the result of `_recognise`, after adding a missing batch dimension to the operand; a dropout for a module that draws noise."""
-    if node.op == "call_module" and noise(node) is not None:
+    if node.op == "call_module" and facts.noise(node) is not None:
         return OPERATORS[dropout], {"input": node.args[0], "p": 0.5, "kind": OF_MODULE}, (type(modules[str(node.target)]),)
     if give_batch(node, modules):
         context.say(f"%{node.name} reads a sample without a batch: it is called on a batch of one")
@@ -334,7 +310,7 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
         form += f" and {', '.join(kwargs)} by name" if kwargs else ""
         return operator, f"{operator.name} has no integer form with {form}", (node.target,)
     except (IndexError, ZeroDivisionError):  # PyTorch takes dimension 0 and -1 of a tensor without dimensions
-        operand_fact = fact(args[0]) if args and isinstance(args[0], fx.Node) else None
+        operand_fact = facts.fact(args[0]) if args and isinstance(args[0], fx.Node) else None
         if not isinstance(operand_fact, TensorFact) or operand_fact.shape:
             raise
         return operator, "its operand has no dimensions", (node.target,)
@@ -372,10 +348,10 @@ def _attribute(gm: fx.GraphModule, node: fx.Node, target: str, value: Any, attri
     if path not in attributes:
         with gm.graph.inserting_before(node):
             name = path.replace(".", "_") + ("" if value.name else "_module")
-            attributes[path] = inherit(gm.graph.create_node("get_attr", path, name=name), node, "canonical.rewrite")
-        parameter = resolve(gm, path)
+            attributes[path] = facts.inherit(gm.graph.create_node("get_attr", path, name=name), node, "canonical.rewrite")
+        parameter = facts.resolve(gm, path)
         if isinstance(parameter, torch.Tensor):
-            set_fact(attributes[path], TensorFact(tuple(parameter.shape), parameter.dtype))
+            facts.set_fact(attributes[path], TensorFact(tuple(parameter.shape), parameter.dtype))
     elif node < attributes[path]:
         node.prepend(attributes[path])
     return attributes[path]
@@ -394,22 +370,22 @@ NEVER = 2**62  # stands for a number that no integer is equal to
 
 def promoted(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str, build: Builder) -> Call | str | None:
     """Return the call with promoted operands, which `build` converts; None if no promotion is needed, or a reason against it."""
-    result = fact(node)
+    result = facts.fact(node)
     if not isinstance(result, TensorFact) or isinstance(arguments, str):
         return None
-    read = [value for value in _nodes(arguments) if not is_parameter(value) and isinstance(fact(value), TensorFact)]
+    read = [value for value in _nodes(arguments) if not facts.is_parameter(value) and isinstance(facts.fact(value), TensorFact)]
     if Trait.COMPARES_WITH_ZERO in operator.traits and result.dtype == torch.bool:
         numbers = [arguments[name] for name in operator.reads if not isinstance(arguments[name], fx.Node)]
-        if not numbers and all(fact(value).dtype == torch.bool for value in read):
+        if not numbers and all(facts.fact(value).dtype == torch.bool for value in read):
             return None
         return operator.function, {name: truth(value, build) if name in operator.reads else value for name, value in arguments.items()}
     if operator.function is truncated:
         return _narrow(node, operator.function, arguments, build)
-    if not read or all(fact(value).dtype.is_floating_point or fact(value).dtype.is_complex for value in read):
+    if not read or all(facts.fact(value).dtype.is_floating_point or facts.fact(value).dtype.is_complex for value in read):
         return None
     if result.dtype == torch.float32:
         return _of_real_numbers(operator, arguments, build)
-    if any(fact(value).dtype.is_floating_point for value in read):
+    if any(facts.fact(value).dtype.is_floating_point for value in read):
         return _of_real_numbers(operator, arguments, build) if operator.name in RELATIONS else None
     if operator.function in (cat, stack):
         return _joined(node, operator, arguments, build)
@@ -427,7 +403,7 @@ _PASSING = {to_real, to_integer, cat, stack, *WHOLE.values()}  # they return an 
 
 def of_an_index(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str) -> str | None:
     """Return why an operator on elements stays in float: one of its operands is an index, or is computed from one."""
-    result = fact(node)
+    result = facts.fact(node)
     if isinstance(arguments, str) or not isinstance(result, TensorFact) or operator.carries or operator.function in _PASSING:
         return None
     each = result.dtype == torch.float32 and not operator.traits.isdisjoint(_EACH)
@@ -436,16 +412,16 @@ def of_an_index(node: fx.Node, operator: Operator, arguments: dict[str, Any] | s
 
 def _is_index(value: fx.Node) -> bool:
     """Return whether a node holds indices of elements, such as argmax returns, or integers that are computed from such indices."""
-    value_fact, maker = fact(value), value
-    if refusal(value) == OF_AN_INDEX:
+    value_fact, maker = facts.fact(value), value
+    if facts.refusal(value) == OF_AN_INDEX:
         return True
-    if operator_of(value) is None and value.args and isinstance(value.args[0], fx.Node):
+    if ops.operator_of(value) is None and value.args and isinstance(value.args[0], fx.Node):
         maker = value.args[0]  # of elements and their places
-    record = operator_of(maker)
-    if is_parameter(value) or not isinstance(value_fact, TensorFact) or record is None or record.function is truncated:
+    record = ops.operator_of(maker)
+    if facts.is_parameter(value) or not isinstance(value_fact, TensorFact) or record is None or record.function is truncated:
         return False
     read = _read(record, record.arguments(maker))
-    if value_fact.dtype in DTYPES and any(isinstance(of := fact(each), TensorFact) and of.dtype.is_floating_point for each in read):
+    if value_fact.dtype in DTYPES and any(isinstance(of := facts.fact(each), TensorFact) and of.dtype.is_floating_point for each in read):
         return True
     return (record.moves or bool(record.carries) or record.function in _PASSING) and any(map(_is_index, read))
 
@@ -464,9 +440,9 @@ def truth(value: Any, build: Builder) -> Any:
     """Return whether the numbers of a tensor are not 0."""
     if not isinstance(value, fx.Node):
         return build.constant(torch.tensor(bool(value), device="cpu", dtype=torch.bool))
-    if fact(value).dtype == torch.bool:
+    if facts.fact(value).dtype == torch.bool:
         return value
-    if is_parameter(value) or fact(value).dtype.is_floating_point:
+    if facts.is_parameter(value) or facts.fact(value).dtype.is_floating_point:
         return build.host(torch.ne, value, 0)
     return build.host(WHOLE["ne"], wide(value, build), 0)
 
@@ -493,7 +469,7 @@ def real(value: Any, build: Builder) -> Any:
     """Return booleans or integers as float values; anything else as it is."""
     if isinstance(value, list | tuple):
         return type(value)(real(item, build) for item in value)
-    value_fact = fact(value) if isinstance(value, fx.Node) and not is_parameter(value) else None
+    value_fact = facts.fact(value) if isinstance(value, fx.Node) and not facts.is_parameter(value) else None
     if not isinstance(value_fact, TensorFact) or value_fact.dtype.is_floating_point or value_fact.dtype.is_complex:
         return value
     if value_fact.dtype == torch.bool:
@@ -503,7 +479,7 @@ def real(value: Any, build: Builder) -> Any:
 
 def _of_real_numbers(operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
     if operator.function is to_real:
-        return None if fact(arguments["input"]).dtype == torch.int64 else (to_real, {"input": wide(arguments["input"], build)})
+        return None if facts.fact(arguments["input"]).dtype == torch.int64 else (to_real, {"input": wide(arguments["input"], build)})
     if operator.moves or not operator.operands:
         return None
     converted = {name: real(value, build) if name in operator.operands else value for name, value in arguments.items()}
@@ -512,9 +488,9 @@ def _of_real_numbers(operator: Operator, arguments: dict[str, Any], build: Build
 
 def wide(value: Any, build: Builder) -> Any:
     """Return booleans or integers as int64; where a narrower tensor was only moved as int64, return it before its cast back."""
-    if not isinstance(value, fx.Node) or is_parameter(value) or fact(value).dtype == torch.int64:
+    if not isinstance(value, fx.Node) or facts.is_parameter(value) or facts.fact(value).dtype == torch.int64:
         return value
-    record = operator_of(value)
+    record = ops.operator_of(value)
     if record is not None and record.function is to_integer and _is_narrow_of_the_same(value):
         return value.args[0]
     return build.host(to_integer, value, torch.int64)
@@ -522,11 +498,11 @@ def wide(value: Any, build: Builder) -> Any:
 
 def _is_narrow_of_the_same(node: fx.Node) -> bool:
     """Return whether a node casts integers back to the narrow dtype that they had before they were moved."""
-    source, dtype = node.args[0], fact(node).dtype
-    while isinstance(source, fx.Node) and (record := operator_of(source)) is not None:
+    source, dtype = node.args[0], facts.fact(node).dtype
+    while isinstance(source, fx.Node) and (record := ops.operator_of(source)) is not None:
         if record.function is to_integer:
             before = source.args[0]
-            return isinstance(before, fx.Node) and fact(before).dtype == dtype
+            return isinstance(before, fx.Node) and facts.fact(before).dtype == dtype
         if not record.moves or not isinstance(source.args[0], fx.Node):
             return False
         source = source.args[0]
@@ -535,7 +511,7 @@ def _is_narrow_of_the_same(node: fx.Node) -> bool:
 
 def _narrow(node: fx.Node, function: Callable[..., Any], arguments: dict[str, Any], build: Builder) -> Call:
     """Return the call, followed by a cast to the dtype of the node's result."""
-    node_fact = fact(node)
+    node_fact = facts.fact(node)
     if not isinstance(node_fact, TensorFact) or node_fact.dtype not in DTYPES or node_fact.dtype == torch.int64:
         return function, arguments
     bound = OPERATORS[function].bind((), arguments)
@@ -544,7 +520,7 @@ def _narrow(node: fx.Node, function: Callable[..., Any], arguments: dict[str, An
 
 def _moved(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
     """Rewrite a movement of int8 to int32 integers: widen the operands to int64, move, cast back; None if it is not one or cannot be."""
-    if fact(node).dtype not in DTYPES or fact(node).dtype == torch.int64:
+    if facts.fact(node).dtype not in DTYPES or facts.fact(node).dtype == torch.int64:
         return None
     widened = {
         name: [wide(item, build) for item in value] if isinstance(value, list | tuple) and name in operator.operands else wide(value, build)
@@ -557,7 +533,7 @@ def _moved(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: 
 
 def _joined(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
     """Rewrite a concatenation or stack of integers (widened to int64) or booleans."""
-    node_fact, dim = fact(node), arguments["dim"]
+    node_fact, dim = facts.fact(node), arguments["dim"]
     tensors = [value if node_fact.dtype == torch.bool else wide(value, build) for value in arguments["tensors"]]
     if operator.function is stack:
         dim %= len(node_fact.shape)
@@ -578,13 +554,13 @@ def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, An
     if operator.function is to_integer:
         dtype = arguments["dtype"]
         return to_integer, {"input": arguments["input"] if dtype == torch.int64 else wide(arguments["input"], build), "dtype": dtype}
-    if not isinstance(fact(node), TensorFact) or fact(node).dtype not in DTYPES:
+    if not isinstance(facts.fact(node), TensorFact) or facts.fact(node).dtype not in DTYPES:
         return None
     if Trait.LEAVES_INTEGERS in operator.traits:
         return _narrow(node, identity, {"input": wide(arguments["input"], build)}, build)
     if operator.integers is None:
         return None
-    operand = fact(arguments["input"]) if isinstance(arguments.get("input"), fx.Node) else None
+    operand = facts.fact(arguments["input"]) if isinstance(arguments.get("input"), fx.Node) else None
     call = operator.integers({each: wide(value, build) for each, value in arguments.items()}, operand)
     return call if isinstance(call, str | None) else _narrow(node, *call, build)
 
@@ -618,8 +594,8 @@ def give_batch(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     place = _missing(node, modules)
     if place is None:
         return False
-    operand, node_fact = node.all_input_nodes[0], fact(node)
-    operand_fact = fact(operand)
+    operand, node_fact = node.all_input_nodes[0], facts.fact(node)
+    operand_fact = facts.fact(operand)
     before = TensorFact((*operand_fact.shape[:place], 1, *operand_fact.shape[place:]), operand_fact.dtype)
     with node.graph.inserting_before(node):
         batch = _reshaped(node, operand, before, "batch")
@@ -627,13 +603,13 @@ def give_batch(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
         sample = _reshaped(node, node, node_fact, "sample")
     node.replace_all_uses_with(sample, lambda reader: reader is not sample)
     node.args = (batch, *node.args[1:])
-    set_fact(node, TensorFact((*node_fact.shape[:place], 1, *node_fact.shape[place:]), node_fact.dtype))
+    facts.set_fact(node, TensorFact((*node_fact.shape[:place], 1, *node_fact.shape[place:]), node_fact.dtype))
     return True
 
 
 def _reshaped(node: fx.Node, operand: fx.Node, to: TensorFact, name: str) -> fx.Node:
     reshaped = node.graph.create_node("call_function", reshape, (operand, numbers(to.shape)), {}, name=f"{node.name}_{name}")
-    set_fact(inherit(reshaped, node, "canonical.rewrite"), to)
+    facts.set_fact(facts.inherit(reshaped, node, "canonical.rewrite"), to)
     return reshaped
 
 
@@ -641,13 +617,13 @@ def _missing(node: fx.Node, modules: Mapping[str, nn.Module]) -> int | None:
     """Return where a node's operand lacks a dimension; None where it does not."""
     rank, place = _rank(node, modules)
     operand = node.args[0] if node.args else None
-    if not rank or not isinstance(operand, fx.Node) or is_parameter(operand):
+    if not rank or not isinstance(operand, fx.Node) or facts.is_parameter(operand):
         return None
-    operand_fact, result = fact(operand), fact(node)
+    operand_fact, result = facts.fact(operand), facts.fact(node)
     if not isinstance(operand_fact, TensorFact) or not isinstance(result, TensorFact):
         return None
     depending = sum(not isinstance(size, int) for size in operand_fact.shape)
-    fits = len(operand_fact.shape) == rank + 1 == len(result.shape) and not reads_shape_only(node)
+    fits = len(operand_fact.shape) == rank + 1 == len(result.shape) and not facts.reads_shape_only(node)
     return place if fits and depending <= place and all(isinstance(size, int) for size in operand_fact.shape[place:]) else None
 
 
@@ -682,7 +658,7 @@ def fold_sizes(node: fx.Node) -> None:
     if node.op not in ("call_function", "call_method"):
         return
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if not any(map(is_parameter, node.all_input_nodes)):
+    if not any(map(facts.is_parameter, node.all_input_nodes)):
         return
     arguments: Any = (_bounds(tuple(node.args[1:])), _bounds(dict(node.kwargs)))
     if name in SIZED:
@@ -702,9 +678,9 @@ def _bounds(value: Any) -> Any:
 
 def _number(value: fx.Node) -> Any:
     """Return the number that a node holds, where it is one integer that follows from constants; otherwise the node."""
-    value_fact, model = fact(value), value.graph.owning_module
-    if not is_parameter(value) or model is None or not isinstance(value_fact, TensorFact) or value_fact.shape:
+    value_fact, model = facts.fact(value), value.graph.owning_module
+    if not facts.is_parameter(value) or model is None or not isinstance(value_fact, TensorFact) or value_fact.shape:
         return value
     if value_fact.dtype.is_floating_point or value_fact.dtype.is_complex or value_fact.dtype == torch.bool:
         return value
-    return int(parameter_value(model, value))
+    return int(facts.parameter_value(model, value))

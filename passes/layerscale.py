@@ -11,22 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import (
-    TensorFact,
-    absorb,
-    detach_arguments,
-    fact,
-    inherit,
-    is_detached,
-    is_parameter,
-    mark_parameter,
-    parameter_value,
-    set_fact,
-    shape_of,
-    state_demand,
-    stated_demand,
-    ties,
-)
+from fxquant.ir import graph as facts
+from fxquant.ir.graph import TensorFact
 from fxquant.ops import Trait, calls, operator_of
 from fxquant.ops.core.parameters import increased_bias, multiplied_bias, multiplied_weight
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
@@ -64,17 +50,22 @@ class LayerScale(Fusion):
         self.took: set[fx.Node] = set()  # layers whose result's grid is that of a product or sum which they took in
 
     def match(self, node: fx.Node) -> list[fx.Node] | None:
-        if not any(calls(node, each) for each in (mul, add, sub)) or ties(node):
+        if not any(calls(node, each) for each in (mul, add, sub)) or facts.ties(node):
             return None
         for operand, factors in (node.args[:2], node.args[1::-1]):
             if operand is not node.args[0] and not calls(node, mul) and _times(node) != 1:
                 continue  # the layer's result is multiplied before it is added or subtracted
-            if not isinstance(operand, fx.Node) or not isinstance(factors, fx.Node) or is_parameter(operand) or not is_parameter(factors):
+            if (
+                not isinstance(operand, fx.Node)
+                or not isinstance(factors, fx.Node)
+                or facts.is_parameter(operand)
+                or not facts.is_parameter(factors)
+            ):
                 continue
             way = _way_from_layer(operand)
-            if not way or shape_of(operand) != shape_of(node):
+            if not way or facts.shape_of(operand) != facts.shape_of(node):
                 continue
-            shape, value = shape_of(node), parameter_value(self.gm, factors)
+            shape, value = facts.shape_of(node), facts.parameter_value(self.gm, factors)
             channels = _channels(way) - len(shape)
             if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < -channels or not value.isfinite().all():
                 continue
@@ -90,10 +81,10 @@ class LayerScale(Fusion):
             return f"%{several.name} has {len(several.users)} users"
         if layer.kwargs:
             return f"%{layer.name} already has fused parts"
-        if (stated_demand(layer) is not None and layer not in self.took) or ties(layer):
+        if (facts.stated_demand(layer) is not None and layer not in self.took) or facts.ties(layer):
             return f"its composite defines the grid of %{layer.name}"
         reads = [operand for operand in layer.args[1:3] if isinstance(operand, fx.Node)]
-        return None if all(map(is_parameter, reads)) else f"the parameters of %{layer.name} are computed from more than parameters"
+        return None if all(map(facts.is_parameter, reads)) else f"the parameters of %{layer.name} are computed from more than parameters"
 
     def merge(self, layer: fx.Node, node: fx.Node) -> fx.Node:
         way, factors = self.ways[node]
@@ -107,14 +98,14 @@ class LayerScale(Fusion):
         else:
             bias = _computed(layer, increased_bias, bias, factors, _times(node))
         layer.args = (input, weight, bias, *others)
-        if stated_demand(node) is not None or layer in self.took:
-            state_demand(layer, stated_demand(node))
+        if facts.stated_demand(node) is not None or layer in self.took:
+            facts.state_demand(layer, facts.stated_demand(node))
             self.took.add(layer)
-        stopped = is_detached(layer) and not is_detached(node)
+        stopped = facts.is_detached(layer) and not facts.is_detached(node)
         for passed in way:  # none of them has the values any more that it had before
-            absorb(passed, node)
+            facts.absorb(passed, node)
             if stopped:
-                detach_arguments(passed, *([0] if passed is layer else []))
+                facts.detach_arguments(passed, *([0] if passed is layer else []))
         return way[-1]
 
 
@@ -129,7 +120,7 @@ def _way_from_layer(node: fx.Node) -> list[fx.Node]:
 def _channels(way: list[fx.Node]) -> int:
     """Return the dimension of the layer's channels at the end of the way."""
     layer, *permutations = way
-    record, rank = operator_of(layer), len(shape_of(layer))
+    record, rank = operator_of(layer), len(facts.shape_of(layer))
     place = record.layer.channels(record.arguments(layer)) % rank  # type: ignore[union-attr,misc]
     for permutation in permutations:
         place = [dim % rank for dim in permutation.args[1]].index(place)  # type: ignore[union-attr,operator]
@@ -144,13 +135,13 @@ def _times(node: fx.Node) -> float:
 
 def _computed(layer: fx.Node, function: Callable[..., Tensor], parameter: Any, terms: fx.Node, *numbers: float) -> fx.Node:
     """Insert a call of `function` with a layer's parameter and `terms`, a tensor (channels,); return its node, the new parameter."""
-    parameter_fact = fact(parameter) if isinstance(parameter, fx.Node) else TensorFact((max(shape_of(terms)),), torch.float32)  # type: ignore[type-var]
+    parameter_fact = facts.fact(parameter) if isinstance(parameter, fx.Node) else TensorFact((max(facts.shape_of(terms)),), torch.float32)  # type: ignore[type-var]
     steps: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = [(function, (terms, *numbers))]
-    if is_detached(layer) and parameter is not None:  # the terms may have gradients all the same
+    if facts.is_detached(layer) and parameter is not None:  # the terms may have gradients all the same
         steps.insert(0, (torch.detach, ()))
     for function, others in steps:
         with layer.graph.inserting_before(layer):
-            parameter = inherit(layer.graph.call_function(function, (parameter, *others)), layer, "layerscale.fold")
-        set_fact(parameter, parameter_fact)
-        mark_parameter(parameter)
+            parameter = facts.inherit(layer.graph.call_function(function, (parameter, *others)), layer, "layerscale.fold")
+        facts.set_fact(parameter, parameter_fact)
+        facts.mark_parameter(parameter)
     return parameter  # type: ignore[no-any-return]

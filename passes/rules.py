@@ -11,18 +11,8 @@ from typing import Any
 from torch import fx, nn
 
 from fxquant.errors import ConfigurationError
+from fxquant.ir import graph as facts
 from fxquant.ir.functional import is_stub
-from fxquant.ir.graph import (
-    computes_tensor,
-    matched_rules,
-    module_path,
-    refuse,
-    resolve,
-    set_matched_rules,
-    spelling,
-    state_demand,
-    stated_demand,
-)
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops.core.record import is_meant
 from fxquant.passes.rewriting import attributes, bypass, covering, decide, is_named, may_be_dynamic
@@ -58,21 +48,21 @@ def match(gm: fx.GraphModule, context: Context) -> int:
 
     counts: Counter[tuple[str, Any]] = Counter()
     for node in gm.graph.nodes:
-        if computes_tensor(node):
+        if facts.computes_tensor(node):
             # A node that no operator of the table recognises is matched by its module's type, or its function.
-            written = spelling(node) or (type(resolve(gm, str(node.target))) if node.op == "call_module" else node.target,)
+            written = facts.spelling(node) or (type(facts.resolve(gm, str(node.target))) if node.op == "call_module" else node.target,)
             alike = [kind for kind in context.qconfig.types if any(is_meant(kind, one) for one in written)]
             rules = covering(node, (*written, *alike), _calls(node, written, counts), context.qconfig, context.attached)
             context.open |= {rule for rule, chosen in rules if chosen is not None and chosen.output.is_open}
             chosen = [(rule, resolve_config(chosen)) for rule, chosen in rules]
             if not may_be_dynamic(node):
                 if is_dynamic(chosen[0][1]):
-                    refuse(node, NOT_DYNAMIC)
+                    facts.refuse(node, NOT_DYNAMIC)
                 chosen = [(rule, None if is_dynamic(config) else config) for rule, config in chosen]
-            set_matched_rules(node, tuple(chosen))
+            facts.set_matched_rules(node, tuple(chosen))
             changes += 1
-    matched = {rule for node in gm.graph.nodes for rules in matched_rules(node) for rule, _ in rules}
-    paths = {module_path(node) for node in gm.graph.nodes}
+    matched = {rule for node in gm.graph.nodes for rules in facts.matched_rules(node) for rule, _ in rules}
+    paths = {facts.module_path(node) for node in gm.graph.nodes}
     attributes = dict.fromkeys((*gm.meta.get("qconfigs", ()), *context.attached))
     asked = [*(rule for rule, _ in context.qconfig.rules()), *(Rule("attribute", path) for path in attributes)]
     for rule in asked:
@@ -87,7 +77,7 @@ def _calls(node: fx.Node, written: tuple[Any, ...], counts: Counter[tuple[str, A
     """Which call of each type it is in the forward of a module; a layer's calls are counted in the module that calls it."""
     calls = []
     for kind in dict.fromkeys(written):
-        path = module_path(node)
+        path = facts.module_path(node)
         home = path.rpartition(".")[0] if isinstance(kind, type) and issubclass(kind, nn.Module) else path
         calls.append(Call(home, kind, counts[home, kind]))
         counts[home, kind] += 1
@@ -110,24 +100,28 @@ def quantize_stubs(gm: fx.GraphModule, context: Context) -> int:
         if not is_stub(node):
             continue
         changes += 1
-        (rules,) = matched_rules(node)
-        set_matched_rules(node, tuple((rule, _of_output(chosen, context.target.default_activation)) for rule, chosen in rules))
-        demanded, config = stated_demand(node), decide(node).config
+        (rules,) = facts.matched_rules(node)
+        facts.set_matched_rules(node, tuple((rule, _of_output(chosen, context.target.default_activation)) for rule, chosen in rules))
+        demanded, config = facts.stated_demand(node), decide(node).config
         nearest = rules[0][0]
         # A rule is about this stub alone where it names the stub, its class or its node, or stands on it.
-        own = is_named(node) or (nearest.kind in ("name", "attribute") and nearest.key == module_path(node)) or nearest.kind == "pattern"
+        own = (
+            is_named(node)
+            or (nearest.kind in ("name", "attribute") and nearest.key == facts.module_path(node))
+            or nearest.kind == "pattern"
+        )
         if demanded is None and not (own and config is not None and not config.dynamic):
             operand = node.all_input_nodes[0]
-            if operand.op == "placeholder" and not module_path(operand):
-                operand.meta["module"] = module_path(node)  # whose quantize, if there is one, is this stub's
+            if operand.op == "placeholder" and not facts.module_path(operand):
+                operand.meta["module"] = facts.module_path(node)  # whose quantize, if there is one, is this stub's
             context.say(f"%{node.name} marks where the integer part begins")
             bypass(node)
             continue
         if demanded is not None and config is not None and config.output.dtype is not None:
             if own and config.output.fixed_scale is not None:
-                state_demand(node, None)  # what its rule gives is said of this stub alone, as its scale is, and later
+                facts.state_demand(node, None)  # what its rule gives is said of this stub alone, as its scale is, and later
             elif not ACTIVATION_TYPES[config.output.dtype].affine:
-                state_demand(node, replace(demanded, dtype=config.output.dtype))
+                facts.state_demand(node, replace(demanded, dtype=config.output.dtype))
     return changes
 
 
