@@ -31,8 +31,8 @@ from fxquant.prepared.operators import QuantizedOperator
 from fxquant.prepared.stage import quantized_operator
 from fxquant.primitives import PRIMITIVES, ZeroPoint, elementwise
 from fxquant.primitives.arithmetic import Arithmetic
-from fxquant.primitives.counted import COUNTED
 from fxquant.primitives.proof import Shapes
+from fxquant.primitives.varying import COUNTED
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
 

@@ -130,7 +130,7 @@ class Lowering:
         self.live_batch_norm = False  # whether batch norms use, and move, statistics: in training alone
         self.accumulator_bits = 0  # of the largest accumulator so far
 
-    count: Any = None  # the node of the number of elements by which constants are tables; see `primitives.counted`
+    count: Any = None  # the node of the number of elements by which constants are tables; see `primitives.varying`
     keeps_start = False  # whether a learned scale that has not started yet starts from the weight at hand
     lifts_late = False  # whether half a step is added where an accumulator is requantized, and not with the bias
 

@@ -14,8 +14,7 @@ from fxquant.ir.graph import SIZES, BatchDim, TensorFact, at_point, attach, fact
 from fxquant.ir.integer import Reference, notes, operation, origin, qparams, set_operation, set_qparams
 from fxquant.ir.model import free_name
 from fxquant.prepared.operators import QuantizedOperator
-from fxquant.primitives.counted import COUNTED
-from fxquant.primitives.resizing import resize_linear_to, resize_nearest_to, weights
+from fxquant.primitives.varying import COUNTED, resize_linear_to, resize_nearest_to, weights
 
 _PLAIN = {counted: plain for plain, counted in COUNTED.items()}
 

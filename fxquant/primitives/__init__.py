@@ -33,28 +33,27 @@ from torch import Tensor
 from fxquant.primitives import (
     accumulate,
     comparison,
-    counted,
     elementwise,
     pool,
     position,
     product,
     quantization,
     resize,
-    resizing,
     runtime_scales,
     sampling,
     scatter,
     selection,
     shape,
     transposed,
+    varying,
     whole,
 )
 from fxquant.primitives.record import BY_NAME, POINTWISE, PRIMITIVES, Emitter, Primitive, Role, ZeroPoint, primitive, role_of
 
 __all__ = [
-    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison", "counted",
-    "elementwise", "pool", "position", "primitive", "product", "quantization", "resize", "resizing", "role_of",
-    "runtime_scales", "sampling", "scatter", "selection", "shape", "transposed", "whole",
+    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison", "elementwise", "pool",
+    "position", "primitive", "product", "quantization", "resize", "role_of", "runtime_scales", "sampling", "scatter", "selection", "shape",
+    "transposed", "varying", "whole",
 ]  # fmt: skip
 
 

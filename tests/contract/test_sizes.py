@@ -16,8 +16,8 @@ import fxquant as fxq
 from fxquant.analysis.layers import left_in_float
 from fxquant.errors import ConfigurationError, TraceError
 from fxquant.ops.sampling import resize
-from fxquant.primitives import resizing
-from fxquant.primitives.counted import COUNTED
+from fxquant.primitives import varying
+from fxquant.primitives.varying import COUNTED
 
 BATCH, HEIGHT, WIDTH, LENGTH = Dim("batch"), Dim("height", max=96), Dim("width", max=80), Dim("length", max=64)
 IMAGES: Any = ({0: BATCH, 2: HEIGHT, 3: WIDTH},)
@@ -188,10 +188,10 @@ def test_a_size_that_is_written_down_is_fixed_or_refused_by_name(caplog: pytest.
 def test_weights_of_sizes_that_vary_are_those_of_fixed_sizes(length: int, size: int) -> None:
     places = torch.arange(length).reshape(1, 1, -1)
     for mode in resize.NEAREST:
-        nearest = resizing.resize_nearest_to(places, [size], [None], mode != "nearest")
+        nearest = varying.resize_nearest_to(places, [size], [None], mode != "nearest")
         assert tuple(nearest.flatten().tolist()) == resize._nearest(length, size, None, mode)
     for align_corners in (False, True):
         for bits, stepped in ((16, 0), (8, 16), (8, 8)):
             neighbours = (resize._stepped_neighbours if stepped else resize._neighbours)(length, size, None, align_corners, stepped or bits)
-            weights = resizing._matrix(length, size, None, align_corners, bits, stepped, torch.device("cpu"))
+            weights = varying._matrix(length, size, None, align_corners, bits, stepped, torch.device("cpu"))
             assert torch.equal(weights, resize._weights(neighbours, length, bits, torch.device("cpu")))

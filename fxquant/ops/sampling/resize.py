@@ -19,7 +19,7 @@ from fxquant.ops.core import IMAGES, NORMED, Call, Lowering, Own, Quantized, Rat
 from fxquant.ops.core.declare import are_fixed, bound, lowered, one_of, settings_of
 from fxquant.ops.core.matrix import Row, fixed_point, fraction_bits, onnx_matrices, weighted_sums
 from fxquant.ops.pooling.adaptive import lower_means, onnx_means
-from fxquant.primitives import resize, resizing
+from fxquant.primitives import resize, varying
 
 NEAREST = ("nearest", "nearest-exact")
 LINEAR = ("linear", "bilinear")
@@ -175,7 +175,7 @@ def _refuses_sizes(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         return None
     if arguments["mode"] in OWN_GRID or arguments["antialias"] or any(largest_size(size) is None for size in shape_of(node)[2:]):
         return f"it is resized to sizes that vary, which mode={arguments['mode']!r} takes no weights for"
-    return None if all(map(resizing.fits, arguments["scale_factor"] or ())) else "its factor is not a quotient of small numbers"
+    return None if all(map(varying.fits, arguments["scale_factor"] or ())) else "its factor is not a quotient of small numbers"
 
 
 def _lower_varying(
@@ -185,12 +185,12 @@ def _lower_varying(
     factors: list[Any] = scale_factor or [None] * len(input.shape[2:])
     wanted = size or [None] * len(factors)
     if mode in NEAREST:
-        return input.with_value(lowering.call(resizing.resize_nearest_to, input.value, wanted, factors, mode != "nearest"))
+        return input.with_value(lowering.call(varying.resize_nearest_to, input.value, wanted, factors, mode != "nearest"))
     stepped, places = lowering.arithmetic.resize_positions, lowering.arithmetic.resize_fraction_bits
     bits, floors = STEPPED_BITS if stepped else places, lowering.arithmetic.resize_floors
     largest = float(input.grid.magnitude * 2 ** (bits * len(factors)))
     rest = factors, align_corners, bits, places if stepped else 0, floors
-    return input.with_value(lowering.call(resizing.resize_linear_to, input.value, wanted, *rest, largest >= FLOAT32_EXACT))
+    return input.with_value(lowering.call(varying.resize_linear_to, input.value, wanted, *rest, largest >= FLOAT32_EXACT))
 
 
 def _onnx_interpolate(c: Call) -> str:
