@@ -294,6 +294,9 @@ def at_sizes(model: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
     Chips and C programs have one size: export this copy. Its results are those of `model` for inputs of these sizes, bit for bit.
     Raises ConfigurationError or CalibrationError for an example that `model` does not take.
     """
+    if stage_of(model) not in ("PREPARED", "INTEGER", "FUSED"):
+        what, because = "at_sizes takes a prepared or an integer model", f"the model is a {type(model).__name__} at no such stage"
+        raise ConfigurationError(what, because=because, remedy="pass what fxq.prepare or fxq.convert returns")
     inputs = model_inputs(model, example_inputs, finite=False)
     input_check(model)(model, tuple(inputs), {})
     fixed = with_fixed_sizes(model, inputs)

@@ -13,7 +13,7 @@ tensors: a custom function runs once more in float, for the context that its bac
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -73,8 +73,9 @@ def trace(
     with collection_paused():
         state = state_moved_by_forward(model, inputs) if check else NOTHING_MOVED
         trace_at = functools.partial(record, model, leaf=leaf_rule(options.leaf, model), random=state)
-        inputs, recording = _at_sizes_that_vary(inputs, functools.partial(trace_at, qconfigs=attached_qconfigs(model)), check)
-        traced, recording = _traced(model, inputs, recording, trace_at, check, options)
+        qconfigs = attached_qconfigs(model)
+        inputs, recording = _at_sizes_that_vary(inputs, functools.partial(trace_at, qconfigs=qconfigs), check)
+        traced, recording = _traced(model, inputs, recording, trace_at, qconfigs, check=check, options=options)
         if check:
             compare_with_model(model, traced, inputs)
         note_state(traced, state, recording, lost_parameters(traced, inputs, state))
@@ -82,10 +83,10 @@ def trace(
 
 
 def _traced(
-    model: nn.Module, inputs: ExampleInputs, recording: Handler, trace_at: _TraceAt, check: bool, options: Options
-) -> tuple[fx.GraphModule, Handler]:
+    model: nn.Module, inputs: ExampleInputs, recording: Handler, trace_at: _TraceAt, qconfigs: Mapping[str, Any], *, check: bool,
+    options: Options,
+) -> tuple[fx.GraphModule, Handler]:  # fmt: skip
     """Return the graph module of a trace, and the trace that it is made of in the end."""
-    qconfigs = attached_qconfigs(model)
     hooked = with_backward_hooks(model)
     if hooked:
         logger.warning(

@@ -294,7 +294,7 @@ def sizes_that_vary(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
         dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, dict(kwargs))  # type: ignore[no-untyped-call]
     named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     if dynamic_shapes is True:  # every size
-        leaf_marks = [[(dim, Dim.AUTO) for dim in range(leaf.dim())] if isinstance(leaf, Tensor) else [] for leaf in leaves]
+        leaf_marks = [list(enumerate(itertools.repeat(Dim.AUTO, leaf.dim()))) if isinstance(leaf, Tensor) else [] for leaf in leaves]
         return _sizes(leaves, leaf_marks)
     if isinstance(dynamic_shapes, tuple | list) and len(dynamic_shapes) == len(named):
         dynamic_shapes = dict(zip(named, dynamic_shapes, strict=True))
@@ -318,14 +318,14 @@ def _sizes(leaves: list[Any], marks: list[list[tuple[int, Any]]]) -> Sizes:
             name = entry if isinstance(entry, str) else entry.__name__ if type(entry) is Dim else None
             grouped.setdefault(name or (dim, leaves[leaf].shape[dim]), []).append((leaf, dim, entry))
     batch: tuple[int | None, ...] = (None,) * len(leaves)
-    others, has_batch = list[VaryingSize](), False
+    others, batch_key = list[VaryingSize](), _key_of_batch(grouped)
     for key, places in grouped.items():
         seen = {int(leaves[leaf].shape[dim]): dim for leaf, dim, _ in places}
         if len(seen) > 1:
             listed = ", ".join(f"{size} in dimension {dim}" for size, dim in seen.items())
             _refuse(f"the dimensions that it marks as {key!r} differ in size in the example: {listed}")
-        if not has_batch and (key == BATCH or any(dim == 0 for _, dim, _ in places)):
-            has_batch, dims = True, {leaf: dim for leaf, dim, _ in places}
+        if key == batch_key:
+            dims = {leaf: dim for leaf, dim, _ in places}
             batch = tuple(map(dims.get, range(len(leaves))))
             continue
         size = next(iter(seen))
@@ -340,6 +340,18 @@ def _sizes(leaves: list[Any], marks: list[list[tuple[int, Any]]]) -> Sizes:
         asked = isinstance(key, str) or any(isinstance(entry, _HINT) and entry.type.name == "DYNAMIC" for entry in declared)
         others.append(VaryingSize(name, size, smallest, largest, asked=asked, dims=tuple((leaf, dim) for leaf, dim, _ in places)))
     return Sizes(batch, tuple(others))
+
+
+def _key_of_batch(grouped: Mapping[Any, list[tuple[int, int, Any]]]) -> Any:
+    """Return the size that is the batch: by its name, as dimension 0, or as the only one that varies, at dimension 1; None if none is."""
+    if BATCH in grouped:
+        return BATCH
+    first = next((key for key, places in grouped.items() if any(dim == 0 for _, dim, _ in places)), None)
+    if first is not None or len(grouped) != 1:
+        return first
+    ((key, places),) = grouped.items()
+    alone = all(dim == 1 for _, dim, _ in places) and (not isinstance(key, str) or key.lower().startswith("b"))
+    return key if alone else None
 
 
 def _marks(path: str, value: Any, declared: Any) -> list[list[tuple[int, Any]]]:
@@ -377,10 +389,9 @@ def _varies(path: str, dim: int, size: int, entry: Any) -> bool:
     if isinstance(entry, str) or type(entry) is Dim or isinstance(entry, _HINT):
         return True
     if isinstance(entry, Dim):
+        what = f"dimension {dim} of {path} is {entry.__name__}, computed from another"
         remedy = "declare it as a Dim of its own; what the model computes keeps the two alike"
-        raise ConfigurationError(
-            f"dimension {dim} of {path} is {entry.__name__}", because="it is computed from another size", remedy=remedy
-        )
+        raise ConfigurationError(what, because="each size that varies is declared by itself", remedy=remedy)
     _refuse(f"dimension {dim} of {path}, whose size is {size}, is said to be {entry!r}")
 
 

@@ -14,9 +14,7 @@ from fxquant.ir.graph import SIZES, BatchDim, TensorFact, at_point, attach, fact
 from fxquant.ir.integer import Reference, notes, operation, origin, qparams, set_operation, set_qparams
 from fxquant.ir.model import free_name
 from fxquant.prepared.operators import QuantizedOperator
-from fxquant.primitives.varying import COUNTED, resize_linear_to, resize_nearest_to, weights
-
-_PLAIN = {counted: plain for plain, counted in COUNTED.items()}
+from fxquant.primitives import PRIMITIVES
 
 
 def with_fixed_sizes(model: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -97,26 +95,23 @@ def _replace(node: fx.Node, number: int) -> None:
 
 def _fold(model: fx.GraphModule, node: fx.Node) -> None:
     """Replace a primitive that reads sizes by one with constants."""
-    if node.target in _PLAIN and isinstance(node.args[1], int):
-        accumulator, count, *rest = node.args
-        tables = [_row(model, each, count) if isinstance(each, fx.Node) else each for each in rest]
-        plain: Any = _PLAIN[node.target]
-        node.target, node.args = plain, (accumulator, *tables)
+    record, arguments = PRIMITIVES.get(node.target), node.args[1:]  # type: ignore[arg-type]
+    if record is not None and record.counts is not None and isinstance(arguments[0], int):
+        tables = [_row(model, each, arguments[0]) if isinstance(each, fx.Node) else each for each in arguments[1:]]
+        node.target, node.args = record.counts, (node.args[0], *tables)
+    if record is None or record.fixed is None:
         return
-    if node.target not in (resize_linear_to, resize_nearest_to):
+    lengths = fact(node.args[0]).shape[-len(arguments[0]) :]  # type: ignore[arg-type]
+    if not all(isinstance(size, int | None) for size in (*lengths, *arguments[0])):  # type: ignore[misc]
         return
-    lengths = fact(node.args[0]).shape[-len(node.args[1]) :]  # type: ignore[arg-type]
-    if not all(isinstance(size, int | None) for size in (*lengths, *node.args[1])):  # type: ignore[misc]
-        return
-    arguments: Any = node.args[1:]
-    calls = weights(node.target, lengths, *arguments)
-    for index, (function, *constants) in enumerate(calls):
-        placed = [_constant(model, node, each) if isinstance(each, Tensor) else each for each in constants]
-        if index < len(calls) - 1:
-            placed = [_call(model, node, function, node.args[0], placed)]
-            node.args = (placed[0], *node.args[1:])
-        else:
-            node.target, node.args = function, (node.args[0], *placed)
+    *before, last = record.fixed(lengths, *arguments)
+    for function, *constants in before:
+        node.args = (_call(model, node, function, node.args[0], _placed(model, node, constants)), *arguments)
+    node.target, node.args = last[0], (node.args[0], *_placed(model, node, last[1:]))
+
+
+def _placed(model: fx.GraphModule, node: fx.Node, constants: Sequence[Any]) -> list[Any]:
+    return [_constant(model, node, each) if isinstance(each, Tensor) else each for each in constants]
 
 
 def _row(model: fx.GraphModule, table: fx.Node, count: Any) -> fx.Node:

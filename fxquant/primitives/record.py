@@ -226,6 +226,9 @@ class Primitive:
                not elementwise
     reduces    returns the operation by which it reduces each row, from the operand's sizes and the further arguments, or None where it
                reduces other dimensions; None for a primitive that reduces nothing
+    counts     the primitive that it computes with constants out of tables, by a number of elements that varies; None for any other
+    fixed      the calls that compute it for fixed sizes, each a primitive and its arguments after the operand: fixed(lengths, *arguments);
+               None for one that reads no sizes
     shifted    the parameters that are integers on the operands' scale, such as bounds: the zero point is added to these as well
     """
 
@@ -245,6 +248,8 @@ class Primitive:
     layout: str = ""
     steps: Steps | None = None
     reduces: Callable[..., Op | None] | None = None
+    counts: Callable[..., Tensor] | None = None
+    fixed: Callable[..., list[tuple[Any, ...]]] | None = None
 
     @cached_property
     def signature(self) -> inspect.Signature:

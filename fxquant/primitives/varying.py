@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 
 from fxquant.primitives import elementwise, quantization
-from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, constant_of, exact_below, need, primitive, union, within
+from fxquant.primitives.record import PRIMITIVES, Emitter, Range, Value, ZeroPoint, constant_of, exact_below, need, primitive, union, within
 from fxquant.primitives.resize import resize_linear
 from fxquant.primitives.shape import select
 
 
 # ---- the elements of a sum -------------------------------------------------------------------------------------------
-def _row(e: Emitter, count: str) -> Any:
+def _row(e: Emitter, count: str | int) -> Any:
     """Return a function of a table that emits its row of this number."""
-    return lambda table, dtype: e.node("Gather", e.constant(table, dtype), count, axis=0)
+    place = count if isinstance(count, str) else e.constant(count, torch.int64)
+    return lambda table, dtype: e.node("Gather", e.constant(table, dtype), place, axis=0)
 
 
 @primitive(
     lambda e, input, count, table: e.node("Add", input, _row(e, count)(table, e.dtype(input))),
     bounds=lambda input, count, table: within(input.magnitude + constant_of(table, "table").abs().max(), input.exact),
     kind="accumulator",
+    counts=elementwise.add_constant,
 )
 def add_counted(input: Tensor, count: int, table: Tensor) -> Tensor:
     """Add the table's integer of this number of elements to an accumulator; the result has the accumulator's dtype."""
@@ -43,7 +45,7 @@ def _bounds_fixed(count: Any, **arguments: Any) -> Range:
     return quantization.requantized_range(**arguments)
 
 
-@primitive(_onnx_fixed, bounds=_bounds_fixed)
+@primitive(_onnx_fixed, bounds=_bounds_fixed, counts=quantization.requantize_fixed)
 def requantize_fixed_counted(
     accumulator: Tensor, count: int, shift: Tensor, multiplier: Tensor, right_shift: Tensor, intermediate_bits: int, rounding: str,
     low: int, high: int, dtype: torch.dtype,
@@ -63,20 +65,12 @@ def _bounds_real(count: Any, accumulator: Value, multiplier: Value, low: int, hi
     return quantization.real_range(accumulator, multiplier, low, high, dtype, zero_point)
 
 
-@primitive(_onnx_real, bounds=_bounds_real)
+@primitive(_onnx_real, bounds=_bounds_real, counts=quantization.requantize_real)
 def requantize_real_counted(
     accumulator: Tensor, count: int, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0
 ) -> Tensor:
     """Compute `requantize_real` with the table's multiplier of this number of elements, float32."""
     return quantization.requantize_real(accumulator, multiplier[count], low, high, dtype, zero_point)
-
-
-# Of each primitive with constants, the one that takes tables of them after its first argument and the number.
-COUNTED = {
-    elementwise.add_constant: add_counted,
-    quantization.requantize_fixed: requantize_fixed_counted,
-    quantization.requantize_real: requantize_real_counted,
-}
 
 
 # ---- resizing --------------------------------------------------------------------------------------------------------
@@ -235,7 +229,17 @@ def _bounds_linear(input: Value, sizes: list[Any], factors: list[Any], bits: int
     return Range(input.low.min(), input.high.max())
 
 
-@primitive(_onnx_linear, bounds=_bounds_linear, chip_bits=8, zero_point=ZeroPoint.EQUIVARIANT)
+def _fixed_linear(lengths: Sequence[int], sizes: list[Any], factors: list[Any], *rest: Any) -> list[tuple[Any, ...]]:
+    """Return the calls with constant weights that resize these lengths: the primitive, and its arguments after the operand."""
+    align_corners, bits, places, floors, wide = rest
+    axes = zip(lengths, _sizes(lengths, sizes, factors), map(_step, factors), strict=True)
+    *rows, columns = [_matrix(*axis, align_corners, bits, places, torch.device("cpu")).to(torch.int32) for axis in axes]
+    if not floors:
+        return [(resize_linear, rows[0] if rows else None, columns, bits, wide)]
+    return [(resize_linear, None, columns, bits, False, False), *((resize_linear, each, None, bits, False, False) for each in rows)]
+
+
+@primitive(_onnx_linear, bounds=_bounds_linear, chip_bits=8, zero_point=ZeroPoint.EQUIVARIANT, fixed=_fixed_linear)
 def resize_linear_to(
     input: Tensor,
     sizes: list[int | None],
@@ -271,7 +275,14 @@ def _onnx_nearest(e: Emitter, input: str, sizes: list[Any], factors: list[float 
     return input
 
 
-@primitive(_onnx_nearest, bounds=lambda input, **_: union(input), zero_point=ZeroPoint.EQUIVARIANT)
+def _fixed_nearest(lengths: Sequence[int], sizes: list[Any], factors: list[Any], exact: bool) -> list[tuple[Any, ...]]:
+    """Return the selections that resize these lengths: the primitive, and its arguments after the operand."""
+    axes = enumerate(zip(lengths, _sizes(lengths, sizes, factors), factors, strict=True))
+    places = (torch.arange(length, device="cpu").reshape(1, 1, -1) for length in lengths)
+    return [(select, axis + 2, resize_nearest_to(next(places), [size], [factor], exact).flatten()) for axis, (_, size, factor) in axes]
+
+
+@primitive(_onnx_nearest, bounds=lambda input, **_: union(input), zero_point=ZeroPoint.EQUIVARIANT, fixed=_fixed_nearest)
 def resize_nearest_to(input: Tensor, sizes: list[int | None], factors: list[float | None], exact: bool) -> Tensor:
     """Return the nearest elements along the dimensions after the channels, for these sizes: PyTorch's own choice in float32.
 
@@ -288,19 +299,5 @@ def resize_nearest_to(input: Tensor, sizes: list[int | None], factors: list[floa
     return input
 
 
-def weights(primitive: Any, lengths: Sequence[int], sizes: list[Any], factors: list[Any], *rest: Any) -> list[tuple[Any, ...]]:
-    """Return the primitives with constants that resize to fixed sizes as `primitive` does, and their arguments after the operand."""
-    device = torch.device("cpu")
-    wanted = _sizes(lengths, sizes, factors)
-    if primitive is resize_nearest_to:
-        axes = enumerate(zip(lengths, wanted, factors, strict=True))
-        return [
-            (select, axis + 2, resize_nearest_to(torch.arange(length).reshape(1, 1, -1), [size], [factor], *rest).flatten())
-            for axis, (length, size, factor) in axes
-        ]
-    align_corners, bits, places, floors, wide = rest
-    rows = zip(lengths, wanted, map(_step, factors), strict=True)
-    *above, columns = [_matrix(*row, align_corners, bits, places, device).to(torch.int32) for row in rows]
-    if not floors:
-        return [(resize_linear, above[0] if above else None, columns, bits, wide)]
-    return [(resize_linear, None, columns, bits, False, False), *((resize_linear, each, None, bits, False, False) for each in above)]
+# Of each primitive with constants, the one that takes tables of them after its first argument and the number.
+COUNTED = {record.counts: record.function for record in PRIMITIVES.values() if record.counts is not None}

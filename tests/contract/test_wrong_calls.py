@@ -249,6 +249,7 @@ ROWS = (
         scales=[0.5, ["conv"], [("conv", 0.5)], {5: 0.5}, {"cnv": 0.5}, {"": 0.5}, *({"conv": number} for number in [*NUMBERS, None])],
     ),
     *(row(function, model=GRAPHS) for function in (fxq.explain, fxq.dump, fxq.save)),
+    row(fxq.at_sizes),
     row(fxq.board.export_horizon, {"folder": lambda w: w.directory / "horizon"}, name=["it's"]),
     row(fxq.board.board_kit, compiled=["nowhere.bin"]),
     row(fxq.board.with_camera, mean=[("a", 1, 2)], std=[("a", 1, 2), COLOURS, (-1, 1, 1)]),

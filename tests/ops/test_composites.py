@@ -159,13 +159,6 @@ def test_a_similarity_counts_what_is_repeated_along_its_dimension() -> None:
     torch.testing.assert_close(prepared(x), model(x), atol=1e-5, rtol=0)
 
 
-def test_what_has_two_sizes_of_the_batch_stays_whole_and_leaves_nothing() -> None:
-    example, model = torch.randn(2, 1, 4), Network(lambda _, x: F.scaled_dot_product_attention(x.flatten(1), x, x))
-    assert whole(model, example, "scaled_dot_product_attention") == "more than one of its sizes depends on the batch size"
-    names = [node.name for node in fxq.prepare(model, example).graph.nodes if "attention" in node.name]
-    assert names == ["scaled_dot_product_attention"]
-
-
 def test_a_rule_keeps_it_whole_and_one_for_its_result_is_about_the_result_alone() -> None:
     keep = fxq.QConfigMapping().set_object_type(nn.LayerNorm, None)
     assert whole(head(), rows(), "norm", keep) == "the qconfig keeps it in float"

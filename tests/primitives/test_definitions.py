@@ -22,6 +22,7 @@ from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.backends.onnx.writer import Emitter, value_info
 from fxquant.ir.graph import TensorFact
 from fxquant.numerics.grids import FLOAT32_EXACT, INT8, Ratio, real_multiplier
+from fxquant.ops.sampling import resize
 from fxquant.primitives import BY_NAME, PRIMITIVES
 from fxquant.primitives.record import FLOAT64_EXACT, Unproved, Value
 from tests.shared import oracle
@@ -153,6 +154,24 @@ def resize_linear(x: Array, rows: Any, columns: Any, bits: int, wide: bool, near
     return (total + (one // 2 if nearest else 0)) // one
 
 
+def resize_nearest_to(x: Array, sizes: Any, factors: Any, exact: bool) -> Array:
+    for axis, (size, factor) in enumerate(zip(sizes, factors, strict=True)):
+        x = np.take(x, resize._nearest(x.shape[axis + 2], size, factor, "nearest-exact" if exact else "nearest"), axis + 2)
+    return x
+
+
+def resize_linear_to(x: Array, sizes: Any, factors: Any, corners: bool, bits: int, places: int, floors: bool, wide: bool) -> Array:
+    matrices = []
+    for length, size, factor in zip(x.shape[-len(sizes) :], sizes, factors, strict=True):
+        neighbours = resize._stepped_neighbours if places else resize._neighbours
+        pairs = neighbours(length, size, factor, corners, places or bits)
+        matrices.append(exact(resize._weights(pairs, length, bits, torch.device("cpu")).to(torch.int32)))
+    rows, columns = matrices
+    if not floors:
+        return resize_linear(x, rows, columns, bits, wide)
+    return resize_linear(resize_linear(x, None, columns, bits, wide, False), rows, None, bits, wide, False)
+
+
 # ---- images at places between their pixels ------------------------------------------------------------------------------
 def inside(place: int, size: int, padding: str, corners: bool) -> int | None:
     """The pixel that stands for one outside; None for what is outside of all."""
@@ -236,6 +255,12 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
     "unpool": unpool,
     "sum": lambda x, dim, keepdim, wide=False: reduced(x, dim, keepdim, "sum"),
     "least": lambda x, dim, keepdim: reduced(x, dim, keepdim, "smallest"),
+    "greatest": lambda x, dim, keepdim: reduced(x, dim, keepdim, "largest"),
+    "add_counted": lambda acc, count, table: acc + table[count],
+    "requantize_fixed_counted": lambda acc, at, a, m, b, *rest: DEFINITIONS["requantize_fixed"](acc, a[at], m[at], b[at], *rest),
+    "requantize_real_counted": lambda acc, count, m, *rest: DEFINITIONS["requantize_real"](acc, m[count], *rest),
+    "resize_nearest_to": resize_nearest_to,
+    "resize_linear_to": resize_linear_to,
     "count": lambda x, dim, keepdim: reduced(x, dim, keepdim, "sum"),
     "truth": lambda x, dim, keepdim, every: reduced(x, dim, keepdim, "smallest" if every else "largest"),
     "reduced": lambda x, dim, keepdim, operation: wrapped(reduced(x, dim, keepdim, operation), torch.int64),

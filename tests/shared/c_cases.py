@@ -49,7 +49,7 @@ def cases(seed: int) -> list[Case]:
     """Each primitive at least once."""
     draw = Draw(seed)
     drawn: list[Case] = []
-    for family in (_boundary, _dynamic, _requantizations, _sums, _elementwise, _windows, _dimensions, _places, _sampling, _whole):
+    for family in (_boundary, _dynamic, _requantizations, _sums, _elementwise, _windows, _dimensions, _places, _sampling, _whole, _varying):
         for name, *arguments in family(draw):
             drawn.append(Case(getattr(primitives, name), tuple(arguments)))
     return drawn
@@ -94,6 +94,22 @@ def _requantizations(draw: Draw) -> Calls:
     limits = draw.whole(3, 1, dtype=I32, low=-900, high=-2), draw.whole(3, 1, dtype=I32, low=0, high=900)
     yield "clamp_accumulator", draw.whole(2, 3, 4, dtype=I32, low=-2000, high=2000), *limits
     yield "clamp_accumulator", draw.whole(2, 3, 4, dtype=I32, low=-(2**29), high=2**29), *(each * 2**19 for each in limits)
+
+
+def _varying(draw: Draw) -> Calls:
+    acc = draw.whole(2, 4, dtype=I32, low=-9000, high=9000)
+    yield "add_counted", acc, 2, draw.whole(5, dtype=I32, low=-90, high=90)
+    scale = draw.real(5, low=-9.0, high=-5.0)
+    yield "requantize_real_counted", acc, 3, scale, -128, 127, I8
+    yield "requantize_real_counted", acc, 4, scale, -9, 246, U8, 9
+    for rounding in ("half_up", "floor", "half_step", "half_away", "half_even"):
+        yield "requantize_fixed_counted", acc, 1, *_fixed(scale, I8, False), 16, rounding, -128, 127, I8
+    for sizes, factors in (([5, 2], [None, None]), ([None, None], [2.0, 1.5])):
+        for exact in (False, True):
+            yield "resize_nearest_to", draw.whole(2, 3, 3, 4), sizes, factors, exact
+        for corners in (False, True):
+            yield "resize_linear_to", draw.whole(2, 3, 3, 4), sizes, factors, corners, 8, 16, corners, False
+            yield "resize_linear_to", draw.whole(2, 3, 3, 4, dtype=I16), sizes, factors, corners, 16, 0, False, True
 
 
 def _fixed(scale: Tensor, out: torch.dtype, wide: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,7 +239,8 @@ def _dimensions(draw: Draw) -> Calls:
     for dim, keep in (([1], True), ([-1, -3], False), ([0, 1, 2], True)):
         yield "sum", draw.whole(2, 3, 4), dim, keep
         yield "sum", draw.whole(2, 3, 4, dtype=I16), dim, keep, True
-        yield "least", draw.whole(2, 3, 4, dtype=draw.one(I8, I16)), dim, keep
+        for name in ("least", "greatest"):
+            yield name, draw.whole(2, 3, 4, dtype=draw.one(I8, I16)), dim, keep
         yield "count", draw.truth(2, 3, 4), dim, keep
         yield "truth", draw.truth(2, 3, 4), dim, keep, True
         yield "truth", draw.truth(2, 3, 4), dim, keep, False

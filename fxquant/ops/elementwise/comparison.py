@@ -181,7 +181,7 @@ def _refuses_truth(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if not sizes:
         return "its operand is a single boolean without dimensions"
     reduced = dim if isinstance(dim, list | tuple) else [dim]
-    bounded = dim is not None and all(largest_size(sizes[d]) is not None for d in reduced)
+    bounded = dim is not None and None not in [largest_size(sizes[d]) for d in reduced]
     return None if bounded else "it reduces the batch"
 
 

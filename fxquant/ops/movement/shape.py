@@ -295,8 +295,8 @@ def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[
 
 def _trailing(lowering: Lowering, input: Quantized, count: int) -> list[Any]:
     """Return the last sizes, numbers or read at run time."""
-    rank = len(input.shape)
-    return [size if isinstance(size, int) else lowering.size(input.value, dim) for dim, size in enumerate(input.shape)][rank - count :]
+    trailing = enumerate(input.shape[-count:], len(input.shape) - count)
+    return [size if isinstance(size, int) else lowering.size(input.value, dim) for dim, size in trailing]
 
 
 def _refuses(start: int) -> tuple[Guard, Guard]:
