@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.ir.graph import BatchDim, TensorFact, fact
+from fxquant.ir.graph import BatchDim, TensorFact, fact, target_name, varies_beyond_batch
 from fxquant.ops.attention.attention import scaled_dot_product_attention
 from fxquant.ops.elementwise import activation
 from fxquant.ops.pooling import totals
@@ -138,6 +138,8 @@ REDUCTIONS: dict[Any, Any] = {
 
 def replacement(node: fx.Node) -> Callable[..., Any] | None:
     """Return the function that a node should call instead; None if the exporter writes the node as it is."""
+    if "adaptive" in target_name(node) and varies_beyond_batch(_fact(node.args[0])):
+        raise ValueError("it writes adaptive pools for the example's size alone; fix the sizes with fxq.at_sizes")
     if node.target in WRITTEN_OUT:
         return WRITTEN_OUT[node.target]
     if node.target in (torch.clamp, torch.clip, activation.clamp, "clamp", "clip"):
@@ -166,7 +168,7 @@ def _over_everything(node: fx.Node) -> Callable[..., Any] | None:
     if function is None or not isinstance(operand, TensorFact) or not operand.shape or dim not in (None, (), []) or "dtype" in node.kwargs:
         return None
 
-    def reduced(input: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
+    def reduced(input: Tensor, dim: Any = None, keepdim: bool = False, *_: Any) -> Any:
         return function(input, tuple(range(input.dim())), keepdim)
 
     return reduced

@@ -26,7 +26,19 @@ from fxquant.backends.onnx.direct import Direct, Plan, is_size
 from fxquant.backends.onnx.exportable import replacement
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner, values_read
 from fxquant.errors import ExportError
-from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact, attach, fact, is_python, nodes_in, resolve
+from fxquant.ir.graph import (
+    BATCH_SIZES,
+    POINTS,
+    BatchDim,
+    TensorFact,
+    at_point,
+    attach,
+    fact,
+    is_python,
+    nodes_in,
+    resolve,
+    varies_beyond_batch,
+)  # fmt: skip
 from fxquant.ir.integer import qparams
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.primitives import PRIMITIVES
@@ -240,6 +252,8 @@ class FloatRegions:
                 return older
             if opset_of(model) == self.opset:
                 raise ValueError(f"its form in opset {self.opset} does not compute the same")
+        if any(map(varies_beyond_batch, inputs)) and not agrees(model, part, inputs, POINTS[-1]):
+            raise ValueError("its form does not compute the same for other sizes than the example's; fix these with fxq.at_sizes")
         return model
 
     def _program(self, part: fx.GraphModule, inputs: list[Any], outputs: int) -> onnx.ModelProto:
@@ -491,10 +505,10 @@ def apart(actual: Tensor, expected: Tensor) -> float:
     return (actual.double() - expected.double()).nan_to_num(0.0).abs().max().item() / max(largest, 1e-30)
 
 
-def agrees(model: onnx.ModelProto, part: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Return whether onnxruntime and a module agree up to rounding on random inputs with these shapes and dtypes."""
+def agrees(model: onnx.ModelProto, part: fx.GraphModule, inputs: Sequence[Any], point: int = 0) -> bool:
+    """Return whether onnxruntime and a module agree up to rounding on random inputs of these facts, at a point of sizes."""
     generator = torch.Generator().manual_seed(0)
-    samples = [random_value(each, generator) for each in inputs]
+    samples = [random_value(each, generator, point) for each in inputs]
     copied = onnx.ModelProto()
     copied.CopyFrom(model)
     names = [info.name for info in model.graph.input]
@@ -510,11 +524,11 @@ def agrees(model: onnx.ModelProto, part: fx.GraphModule, inputs: Sequence[Any]) 
     return len(actual) == len(expected) and all(apart(one, other) <= LARGEST_DEVIATION for one, other in zip(actual, expected, strict=True))
 
 
-def random_value(described: Any, generator: torch.Generator) -> Any:
-    """Return a random tensor of this fact: normal values, integers 0 or 1; for a size, the integer itself."""
+def random_value(described: Any, generator: torch.Generator, point: int = 0) -> Any:
+    """Return a random tensor of this fact at a point: normal values, integers 0 or 1; for a size, the integer itself."""
     if not isinstance(described, TensorFact):
-        return described.at(BATCH_SIZES[0]) if isinstance(described, BatchDim) else int(described)
-    size = described.at(BATCH_SIZES[0])
+        return at_point(described, point)
+    size = [at_point(each, point) for each in described.shape]
     if not described.dtype.is_floating_point:
         return torch.randint(0, 2, size, generator=generator, device="cpu").to(described.dtype)
     return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(described.dtype)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import TensorFact, fact, is_parameter, shape_of
+from fxquant.ir.graph import TensorFact, at_point, fact, is_parameter, nodes_in, shape_of
 from fxquant.ops import Operator, Trait, operand_nodes
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.layers.linear import matmul
 from fxquant.ops.movement.pad import elements, margins_of, pad
 from fxquant.ops.movement.repeating import cat
-from fxquant.ops.movement.shape import channel_shuffle, numbers, permute, reshape
+from fxquant.ops.movement.shape import channel_shuffle, permute, reshape
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.prepared.stage import quantized_operator
 from fxquant.quantization.weights import ChannelFactors
@@ -214,7 +214,7 @@ def _padded(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | N
 
     Return None for a constant other than 0, and for padding of the batch.
     """
-    labels, shape = walk.labels[arguments["input"]], numbers(shape_of(arguments["input"])[1:])
+    labels, shape = walk.labels[arguments["input"]], _sizes(arguments["input"])
     margins = margins_of(list(arguments["padding"]), len(shape) + 1)
     if arguments.get("value") or margins[0] != (0, 0):
         return None
@@ -283,12 +283,17 @@ def _joined(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | N
         return None
     parts = [walk.labels[value] for value in tensors]
     shape = [max(part.shape[index] for part in parts) for index in range(rank - 1)]
-    return torch.cat([part.expand([shape_of(value)[dim + 1] if index == dim else size for index, size in enumerate(shape)])
+    return torch.cat([part.expand([_sizes(value)[dim] if index == dim else size for index, size in enumerate(shape)])
                       for part, value in zip(parts, tensors, strict=True)], dim)  # fmt: skip
 
 
+def _sizes(node: fx.Node) -> list[int]:
+    """Return the sizes of a tensor after the batch, the example's where they vary; -1 for a size that depends on the batch alone."""
+    return [size if isinstance(size, int) else -1 if size.largest is None else at_point(size, 0) for size in shape_of(node)[1:]]
+
+
 def _full(walk: _Walk, operand: fx.Node) -> Tensor:
-    return walk.labels[operand].expand(numbers(shape_of(operand)[1:]))
+    return walk.labels[operand].expand(_sizes(operand))
 
 
 def _uniform(labels: Tensor) -> Tensor:
@@ -301,7 +306,7 @@ def _uniform(labels: Tensor) -> Tensor:
 
 
 def _reshaped(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
-    return _uniform(_full(walk, arguments["input"]).reshape(numbers(shape_of(node)[1:])))
+    return _uniform(_full(walk, arguments["input"]).reshape(_sizes(node)))
 
 
 def _permuted(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
@@ -313,7 +318,7 @@ def _permuted(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor |
 def _indexed(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
     index = arguments["index"] if isinstance(arguments["index"], list | tuple) else [arguments["index"]]
     plain = all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in index)
-    if not plain or not index or index[0] != slice(None):
+    if not plain or nodes_in(index) or not index or index[0] != slice(None):
         return None
     return _uniform(_full(walk, arguments["input"]).unsqueeze(0)[tuple(index)].squeeze(0))
 

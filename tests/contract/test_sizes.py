@@ -14,10 +14,12 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.analysis.layers import left_in_float
-from fxquant.errors import ConfigurationError, TraceError
+from fxquant.errors import ConfigurationError, ExportError, TraceError
 from fxquant.ops.sampling import resize
 from fxquant.primitives import varying
 from fxquant.primitives.varying import COUNTED
+from tests.shared.contract import assert_train_is_validate
+from tests.shared.networks import Network
 
 BATCH, HEIGHT, WIDTH, LENGTH = Dim("batch"), Dim("height", max=96), Dim("width", max=80), Dim("length", max=64)
 IMAGES: Any = ({0: BATCH, 2: HEIGHT, 3: WIDTH},)
@@ -124,6 +126,8 @@ def test_bits_are_equal_at_every_size(name: str, target: str, tmp_path: Path) ->
         ):
             assert torch.equal(result, other)
             assert torch.equal(result, torch.from_numpy(written))
+    for shape in CASES[name].shapes[2:4]:
+        assert_train_is_validate(prepared, drawn(shape))
 
 
 def test_a_gated_network_is_integer_and_takes_its_constants_from_tables() -> None:
@@ -158,29 +162,45 @@ def test_files_keep_the_sizes(tmp_path: Path) -> None:
 
 
 def test_a_model_that_halves_takes_multiples() -> None:
-    class Halves(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([x, F.interpolate(F.max_pool2d(x, 4), scale_factor=4)], 1)
-
-    traced = fxq.trace(Halves(), torch.randn(1, 3, 16, 32), options=fxq.Options(dynamic_shapes=IMAGES))
+    model = Network(lambda _, x: torch.cat([x, F.interpolate(F.max_pool2d(x, 4), scale_factor=4)], 1))
+    traced = fxq.trace(model, torch.randn(1, 3, 16, 32), options=fxq.Options(dynamic_shapes=IMAGES))
     assert traced(torch.randn(2, 3, 24, 40)).shape == (2, 6, 24, 40)
     with pytest.raises(ConfigurationError, match="in steps of 4"):
         traced(torch.randn(1, 3, 18, 32))
 
 
 def test_a_size_that_is_written_down_is_fixed_or_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    class Written(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.ones(16, 1)
-
+    model = Network(lambda _, x: x + torch.ones(16, 1))
     x = torch.randn(2, 3, 16, 8)
     with pytest.raises(TraceError, match="does not hold for every height"):
-        fxq.trace(Written(), x, options=fxq.Options(dynamic_shapes=({0: BATCH, 2: HEIGHT},)))
+        fxq.trace(model, x, options=fxq.Options(dynamic_shapes=({0: BATCH, 2: HEIGHT},)))
     with caplog.at_level(logging.INFO):
-        traced = fxq.trace(Written(), x, options=fxq.Options(dynamic_shapes=({0: BATCH, 2: Dim.AUTO, 3: Dim.AUTO},)))
+        traced = fxq.trace(model, x, options=fxq.Options(dynamic_shapes=({0: BATCH, 2: Dim.AUTO, 3: Dim.AUTO},)))
     assert traced(torch.randn(1, 3, 16, 24)).shape == (1, 3, 16, 24)
     with pytest.raises(ConfigurationError, match="dimension 2 is fixed"):
         traced(torch.randn(1, 3, 8, 8))
+
+
+BODIES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "a corner": (lambda m, x: m.first(x)[:, :, -1, -1], ""),
+    "half": (lambda m, x: m.first(x)[:, :, : x.shape[2] // 2], ""),
+    "joined along": (lambda m, x: torch.cat([m.first(x), m.first(x).relu()], 2).tanh(), ""),
+    "spread": (lambda m, x: m.first(x).std((2, 3)), "its number of elements varies"),
+    "one mean": (lambda m, x: m.first(x).mean(), "over the batch"),
+    "several windows": (lambda m, x: F.adaptive_max_pool2d(m.first(x), 2), "would run along the batch"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_parts_of_sizes_that_vary_are_integer_or_stay_in_float_with_a_reason(name: str, tmp_path: Path) -> None:
+    body, because = BODIES[name]
+    _, integer = compiled(Case(lambda: Network(body, first=nn.Conv2d(3, 4, 3)), ODD, IMAGES), "bayes-e")
+    assert [layer.reason for layer in left_in_float(fxq.inspect.layers(integer)) if because not in layer.reason] == []
+    if name == "several windows":
+        with pytest.raises(ExportError, match="fix the sizes with fxq.at_sizes"):
+            fxq.export_onnx(integer, tmp_path / "model.onnx")
+    else:
+        assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [drawn(shape) for shape in ODD])
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 16, 33])

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fxquant.ir.graph import largest_size
 from fxquant.ops.core import WIDE, Builder, Instead, Trait, composite, fact
 from fxquant.ops.core import numbers as numeric
-from fxquant.ops.core.declare import COMPUTED, NO_DIMENSIONS, settings_of, shape_of
+from fxquant.ops.core.declare import COMPUTED, NO_DIMENSIONS, are_fixed, settings_of, shape_of
 from fxquant.ops.core.record import Parameter
 from fxquant.ops.core.samples import IMAGES, NORMED, sample, sampled, written
 from fxquant.ops.elementwise.arithmetic import mul, sub
@@ -69,7 +69,10 @@ def _refuses_statistics(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     because = refuses_reduction(arguments["input"], arguments["dim"])
     if because is not None:
         return because
-    free = math.prod(_sizes(arguments["input"], arguments["dim"])) - arguments["correction"]
+    sizes = _sizes(arguments["input"], arguments["dim"])
+    if not are_fixed(sizes):
+        return "its number of elements varies"
+    free = math.prod(sizes) - arguments["correction"]
     return None if free > 0 else "its correction is not less than its number of elements"
 
 
