@@ -155,7 +155,7 @@ def _batches(case: Case) -> Iterator[Case]:
 
 
 def _spellings(case: Case) -> Iterator[Case]:
-    """Yield the case with an earlier call form of one operator, of as many operands; or with a layer of its own."""
+    """Yield copies of the case in which one step has a layer of its own, or an earlier call form of its operator, with as many operands."""
     table = by_operator()
     for index, step in enumerate(case.steps):
         if step.shares is not None:

@@ -119,7 +119,7 @@ STEPS = (1, 2, 4, 8, 16, 32, 64)  # tried in this order: a model that halves an 
 
 
 def _at_sizes_that_vary(inputs: ExampleInputs, trace_at: _TraceAt, check: bool) -> tuple[ExampleInputs, Handler]:
-    """Return the inputs with those sizes that can vary, in the smallest common step, and the trace at these sizes.
+    """Trace the model with every size that can vary, in the smallest common step; return the inputs with these sizes, and the trace.
 
     A size that cannot vary is fixed, and logged, where the user did not ask for it by name. Raises TraceError if the user did.
     """
@@ -150,7 +150,7 @@ def _at_sizes_that_vary(inputs: ExampleInputs, trace_at: _TraceAt, check: bool) 
 def _in_steps(
     inputs: ExampleInputs, others: tuple[VaryingSize, ...], trace_at: _TraceAt, check: bool
 ) -> tuple[ExampleInputs, Handler] | FxQuantError:
-    """Return the inputs and the trace with these sizes in the smallest step that the model takes; or the error without a step."""
+    """Trace the model with the sizes `others`, in the smallest step that succeeds; return inputs and trace, or the error of step 1."""
     errors: list[FxQuantError] = []
     for step in STEPS:
         stepped = tuple(other.stepped(step) for other in others)

@@ -317,7 +317,7 @@ def refuse_data(name: str) -> NoReturn:
 
 
 def refuse_condition(values: Sequence[bool]) -> NoReturn:
-    """Raise the error of a branch that would go both ways, by these values of its condition at the points."""
+    """Raise TraceError for a condition that has these values, of which two differ, at the points."""
     because = "a condition is true at some sizes and false at others, and a graph has no branches"
     remedy = f"make the condition independent of {varying(values)}, or fix sizes with options=fxq.Options(dynamic_shapes={{}})"
     refuse(f"control flow depends on {varying(values)}", because=because, remedy=remedy)

@@ -264,7 +264,7 @@ class Sizes:
     others: tuple[VaryingSize, ...] = ()
 
     def at(self, leaf: int, shape: Sequence[int], batch: int | None, others: Mapping[str, int]) -> list[int]:
-        """Return the shape of a leaf with another batch size, and with these other sizes by name."""
+        """Return the shape of the argument number `leaf` with the size `batch` of the batch, and `others`, by name, of other sizes."""
         sizes = list(shape)
         axis = self.batch[leaf]
         if batch is not None and axis is not None:
@@ -430,7 +430,7 @@ class ExampleInputs:
         return next((int(leaf.shape[axis]) for leaf, axis in zip(self.leaves, self.sizes.batch, strict=True) if axis is not None), None)
 
     def varying(self, *others: VaryingSize) -> ExampleInputs:
-        """Return these inputs with other sizes that vary besides the batch."""
+        """Return a copy in which the sizes `others` vary besides the batch, and no more."""
         return replace(self, sizes=Sizes(self.sizes.batch, others))
 
     def fixed(self) -> ExampleInputs:
@@ -438,7 +438,7 @@ class ExampleInputs:
         return replace(self, sizes=Sizes((None,) * len(self.leaves)))
 
     def shapes(self, batch: int | None, others: Mapping[str, int]) -> dict[str, list[int]]:
-        """Return the shape of every tensor with another batch size, and with these other sizes by name."""
+        """Return the shape of every tensor, by its name, with the size `batch` of the batch and `others`, by name, of other sizes."""
         leaves = enumerate(zip(self.names, self.leaves, strict=True))
         return {name: self.sizes.at(index, leaf.shape, batch, others) for index, (name, leaf) in leaves if name is not None}
 

@@ -298,7 +298,7 @@ def _returned(handler: Handler, tensor: torch.Tensor) -> fx.Node:
 def _placeholder(
     handler: Handler, name: str, example: torch.Tensor, shapes: list[dict[str, list[int]]], inputs: ExampleInputs
 ) -> TracedTensor:
-    """Return an input of these shapes by name, one at each point."""
+    """Add the placeholder of the input `name`, and return its traced tensor; `shapes` has the shapes of all inputs at each point."""
     last = example.dim() == 4 and not example.is_contiguous() and example.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if last else torch.contiguous_format
     with handler.evaluator.mode:

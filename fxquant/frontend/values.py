@@ -291,7 +291,7 @@ for _function in COMPARISONS:
 
 
 def numeric_fact(values: Sequence[Any]) -> int | float | BatchDim | None:
-    """Return the fact of a number with these values at the points: itself if it is fixed, a `BatchDim` if it is an integer, else None."""
+    """Return the fact of a number that has `values` at the points: the number where they agree, a `BatchDim` of integers, else None."""
     if all(value == values[0] for value in values):
         return values[0]  # type: ignore[no-any-return]
     return BatchDim.between(*values) if all(isinstance(value, int) for value in values) else None

@@ -184,7 +184,7 @@ def test_a_size_that_is_written_down_is_fixed_or_refused_by_name(caplog: pytest.
 BODIES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a corner": (lambda m, x: m.first(x)[:, :, -1, -1], ""),
     "half": (lambda m, x: m.first(x)[:, :, : x.shape[2] // 2], ""),
-    "joined along": (lambda m, x: torch.cat([m.first(x), m.first(x).relu()], 2).tanh(), ""),
+    "concatenated": (lambda m, x: torch.cat([m.first(x), m.first(x).relu()], 2).tanh(), ""),
     "spread": (lambda m, x: m.first(x).std((2, 3)), "its number of elements varies"),
     "one mean": (lambda m, x: m.first(x).mean(), "over the batch"),
     "several windows": (lambda m, x: F.adaptive_max_pool2d(m.first(x), 2), "would run along the batch"),
@@ -197,7 +197,7 @@ def test_parts_of_sizes_that_vary_are_integer_or_stay_in_float_with_a_reason(nam
     _, integer = compiled(Case(lambda: Network(body, first=nn.Conv2d(3, 4, 3)), ODD, IMAGES), "bayes-e")
     assert [layer.reason for layer in left_in_float(fxq.inspect.layers(integer)) if because not in layer.reason] == []
     if name == "several windows":
-        with pytest.raises(ExportError, match="fix the sizes with fxq.at_sizes"):
+        with pytest.raises(ExportError, match=r"fix the sizes with fxq\.at_sizes"):
             fxq.export_onnx(integer, tmp_path / "model.onnx")
     else:
         assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [drawn(shape) for shape in ODD])

@@ -6,6 +6,6 @@ NAMES = ("nms", "qnms")
 
 
 def define() -> None:
-    """Define the two operators that `import torchvision` looks up; toolkits import it, and call neither for these networks."""
+    """Declare torchvision::nms and torchvision::qnms, without a body, so that `import torchvision` succeeds; nothing here calls them."""
     for name in NAMES:
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
