@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from fxquant.backends.c import forms
 from fxquant.backends.c.program import C_TYPES, FOLDER, WIDTH, Program, Value, comment, identifier, number, pool_name
 from fxquant.errors import ConfigurationError
-from fxquant.frontend.entry import noted_limits
+from fxquant.frontend.entry import noted_limits, require_one_size
 from fxquant.prepared.stage import require_integer
 from fxquant.support.arguments import checked
 from fxquant.support.files import Content, write_files
@@ -80,6 +80,7 @@ def export_c(integer: fx.GraphModule, path: str | os.PathLike[str], *, batch_siz
 
 def _check(integer: fx.GraphModule, path: Path, batch_size: int) -> None:
     require_integer(integer)
+    require_one_size(integer, "a C program")
     if path.suffix != ".c" or not re.fullmatch(r"[\w .+-]+", path.stem):
         because = "header and main lie in the same folder and are named after it, and the source names them"
         remedy = "pass one like net.c, of letters, digits, and any of _ . + -"

@@ -18,6 +18,7 @@ from fxquant.analysis.recording import returned
 from fxquant.backends.onnx.export import check_arguments, save_models
 from fxquant.backends.onnx.horizon import CALIBRATED_OPSET, OPSET, CalibratedWriter, HorizonWriter, fixed_shape, float_nodes, turn_outputs
 from fxquant.errors import ConfigurationError, ExportError
+from fxquant.frontend.entry import require_one_size
 from fxquant.ir.graph import TensorFact, fact, source
 from fxquant.ir.integer import QParams, operation, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
@@ -211,6 +212,7 @@ def export_horizon(
     the range of its grid.
     """
     check_arguments(integer, "qdq", "float", OPSET)
+    require_one_size(integer, "a BPU's program")
     target = integer.meta["target"]
     check_march(target)
     if options.core_num > 1 and target.name == "bayes-e":

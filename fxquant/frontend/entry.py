@@ -17,7 +17,7 @@ from fxquant.errors import ConfigurationError, TraceError
 from fxquant.frontend.environment import EXPORTED_AT, is_library
 from fxquant.frontend.values import active, is_tracing
 from fxquant.frontend.written_out import CHECKS, python_form
-from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact, fact, model_meta, set_fact, stage_of, target_name
+from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact, fact, model_meta, set_fact, sizes_of_input, stage_of, target_name
 from fxquant.ir.integer import noted, notes
 from fxquant.ir.model import Model
 from fxquant.support import logger
@@ -409,6 +409,7 @@ def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
     Raises ConfigurationError for a batch size that the graph does not hold for: one beyond the limits of its batch, or another than the
     one it was traced with, where that is fixed.
     """
+    require_one_size(model, "a model of a fixed batch")
     _check_batch(model, batch_size)
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
@@ -427,6 +428,14 @@ def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
     fixed = Model.of(model, graph)
     fixed.recompile()
     return fixed
+
+
+def require_one_size(model: fx.GraphModule, what: str) -> None:
+    """Raise ConfigurationError if a size of the inputs varies besides the batch; `what` is what has one size, in words."""
+    varying = {name for node in model.graph.find_nodes(op="placeholder") for name, *_ in sizes_of_input(node).values()}
+    if varying:
+        because = f"{', '.join(sorted(varying))} of the inputs varies"
+        raise ConfigurationError(f"{what} has one size", because=because, remedy="pass what fxq.at_sizes(model, example) returns")
 
 
 def _fact_at(node: fx.Node, batch_size: int) -> Any:

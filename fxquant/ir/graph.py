@@ -177,6 +177,12 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
     return value.shape
 
 
+def reshape_sizes(shape: Sequence[Size], read: Callable[[int], Any]) -> list[Any]:
+    """Return a shape for a reshape: numbers, -1 for the first size that varies, and what `read` returns for the dimensions of others."""
+    first = next((dim for dim, size in enumerate(shape) if not isinstance(size, int)), None)
+    return [size if isinstance(size, int) else -1 if dim == first else read(dim) for dim, size in enumerate(shape)]
+
+
 def size_node(tensor: fx.Node, dim: int, before: fx.Node, made_by: str = "canonical.rewrite") -> int | fx.Node:
     """Return the size of a tensor's dimension: a number, or, where it varies, a node before `before` that reads it."""
     size, dim = shape_of(tensor)[dim], dim % len(shape_of(tensor))

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,6 +143,9 @@ def test_a_model_of_one_size_has_the_bits_of_that_of_many(name: str, tmp_path: P
     prepared, integer = compiled(case, "bayes-e")
     x = drawn(case.shapes[4])
     fixed = fxq.at_sizes(integer, x), fxq.convert(fxq.at_sizes(prepared, x))
+    for export in (fxq.export.export_c, fxq.board.export_horizon, partial(fxq.export_onnx, batch_size=1)):
+        with pytest.raises(ConfigurationError, match="has one size"):
+            export(integer, tmp_path / "model.c")
     for model in fixed:
         for result, expected in zip(listed(model(x)), listed(integer(x)), strict=True):
             assert torch.equal(result, expected)

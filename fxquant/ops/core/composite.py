@@ -134,9 +134,7 @@ class Builder:
 
     def sizes(self, value: fx.Node) -> list[Any]:
         """Return a tensor's shape for a reshape: numbers, -1 for the first size that varies, and nodes for others."""
-        sizes = self.fact(value).shape
-        first = next((dim for dim, size in enumerate(sizes) if not isinstance(size, int)), None)
-        return [-1 if dim == first else self.size(value, dim) for dim in range(len(sizes))]
+        return graph.reshape_sizes(self.fact(value).shape, lambda dim: self.size(value, dim))
 
     def size(self, value: fx.Node, dim: int) -> int | fx.Node:
         """Return the size of a tensor's dimension: a number, or the node of one that varies."""

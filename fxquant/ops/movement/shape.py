@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.ir.graph import fact, largest_size, shape_of, size_node
+from fxquant.ir.graph import fact, largest_size, reshape_sizes, shape_of, size_node
 from fxquant.ops.core import BatchDim, Instead, Lowering, Quantized, Same, Size, TensorFact, Trait, known_size, selected
 from fxquant.ops.core.casting import CASTS, asked_dtype, changed, in_dtype
 from fxquant.ops.core.declare import Guard, fixed_along, fixed_sizes, function_and_method, known_sizes, listed, lowered, needs
@@ -36,8 +36,7 @@ def numbers(sizes: Sequence[Size]) -> list[int]:
 
 def sizes_of(lowering: Lowering, value: Any, shape: Sequence[Size]) -> list[Any]:
     """Return the shape of a value for a reshape: numbers, -1 for the first size that varies, and others read at run time."""
-    first = next((dim for dim, size in enumerate(shape) if not isinstance(size, int)), None)
-    return [size if isinstance(size, int) else -1 if dim == first else lowering.size(value, dim) for dim, size in enumerate(shape)]
+    return reshape_sizes(shape, lambda dim: lowering.size(value, dim))
 
 
 def many_sizes(node: fx.Node) -> bool:
