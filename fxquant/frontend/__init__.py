@@ -136,8 +136,8 @@ def _at_sizes_that_vary(inputs: ExampleInputs, trace_at: _TraceAt, check: bool) 
             else:
                 outcome, kept = attempt, [*kept, other]
         if isinstance(outcome, FxQuantError):
-            fixed = inputs.varying(*kept)
-            return fixed, _compared(fixed, trace_at, check)
+            fixed = inputs.varying()
+            outcome = _in_steps(inputs, tuple(kept), trace_at, check) if kept else (fixed, _compared(fixed, trace_at, check))
     if isinstance(outcome, FxQuantError):
         names = ", ".join(other.name for other in others)
         largest = ", ".join(f"{other.name} = {other.largest}" for other in others)

@@ -249,11 +249,11 @@ class VaryingSize:
 
     @property
     def another(self) -> int:
-        """A size that is neither the example's nor the largest: an odd number of steps, a quarter smaller, or somewhat larger."""
+        """A size for a third trace: an odd number of steps, a quarter smaller than the example's, or up to three steps larger."""
         steps = self.example // self.step
         fewer = steps - max(1, steps // 4)
         fewer -= fewer % 2 == 0 and fewer > 1
-        return fewer * self.step if fewer * self.step >= max(self.smallest, 2) else (steps + 3) * self.step
+        return fewer * self.step if fewer * self.step >= max(self.smallest, 2) else min(steps + 3, self.largest // self.step) * self.step
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,8 @@ def test_a_model_that_halves_takes_multiples() -> None:
     assert traced(torch.randn(2, 3, 24, 40)).shape == (2, 6, 24, 40)
     with pytest.raises(ConfigurationError, match="in steps of 4"):
         traced(torch.randn(1, 3, 18, 32))
+    few: Any = ({0: BATCH, 1: Dim.AUTO, 2: Dim("height", min=16, max=20)},)
+    assert fxq.trace(model, torch.randn(1, 3, 16, 32), options=fxq.Options(dynamic_shapes=few))(torch.randn(1, 3, 20, 32)).shape[2] == 20
 
 
 def test_a_size_that_is_written_down_is_fixed_or_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
