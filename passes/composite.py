@@ -69,7 +69,7 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
                 context.say(f"%{node.name} is expanded into {len(build.parts)} parts")
                 changes += 1
                 continue
-            build.discard()
+            build.discard(effects=True)
         facts.refuse(node, because)
         context.say(f"%{node.name} is not expanded: {because}")
     return changes

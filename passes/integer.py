@@ -252,7 +252,7 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
             environment[node] = lowered.value if isinstance(lowered, Quantized) else lowered
             changes += 1
     # Parameters of the float model that were turned into constants are no longer read.
-    eliminate_dead(graph.nodes, lambda node: facts.is_parameter(node) or (node.op == "call_function" and node.target in PRIMITIVES))
+    eliminate_dead(graph.nodes, lambda node: facts.is_parameter(node) or (node.target in PRIMITIVES and not node.is_impure()))
     replace_graph(gm, graph)
     _drop_unused(gm, writing.container)
     return changes

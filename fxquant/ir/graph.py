@@ -12,7 +12,7 @@ import keyword
 import operator
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 from torch.fx.graph import CodeGen, PythonCode
 
+from fxquant.ir import loops
 from fxquant.ir.integer import Constant, Operation, QParams, Reads, Reference, marks, noted, reads, writes  # noqa: F401  a pickled model names them here
 
 # ---- Facts of a tensor before it is computed: its shape for every size that varies, and its dtype ---------------------
@@ -552,6 +553,7 @@ class Code(CodeGen):
 
     def _gen_python_code(self, nodes: Any, root_module: str, *args: Any, **kwargs: Any) -> PythonCode:
         code = super()._gen_python_code(nodes, root_module, *args, **kwargs)
+        code.src = _with_loops(code.src, nodes)
         for node in nodes:
             if node.op in ("call_module", "get_attr") and not _is_plain(str(node.target)):
                 expression = fx.graph._format_target(root_module, str(node.target))
@@ -561,6 +563,26 @@ class Code(CodeGen):
                 code.src = code.src.replace(f"\n{written}", f"\n    {node!r} = {_REGISTERED}({root_module}, {str(node.target)!r})", 1)
                 code.globals[_REGISTERED] = resolve
         return code
+
+
+_FREED = re.compile(r";  \w+ = (?:\w+ = )*None")  # values whose last reader has run
+
+
+def _with_loops(source: str, nodes: Iterable[fx.Node]) -> str:
+    """Return generated code in which the lines of each loop's body are repeated, and what these lines read is not freed by them."""
+    starts, written, within = {f"{node!r}": node for node in nodes if node.target is loops.begin}, list[str](), ""
+    if not starts:
+        return source
+    ends = {f"{body[-1]!r}": f"{start!r}" for start in starts.values() for body in [loops.body(start)]}
+    for line in source.split("\n"):
+        name = line.strip().split(" ", 1)[0]
+        written.append("    " + _FREED.sub("", line) if within else line)
+        if name in starts:
+            within = name
+            written.append(f"    while {name}.more():")
+        elif ends.get(name) == within:
+            within = ""
+    return "\n".join(written)
 
 
 # ---- running a graph node by node, with the arguments that its generated code would give each call -------------------
@@ -604,6 +626,18 @@ class Interpreter(fx.Interpreter):
     def __init__(self, model: nn.Module, graph: fx.Graph | None = None) -> None:
         super().__init__(model, graph=graph)
         self.extra_traceback = False
+
+    def run(self, *args: Any, **_: Any) -> Any:
+        """Run the graph on inputs; `running` says in which order."""
+        self.env, self.args_iter = {}, iter(args)
+        looping = bool(loops.bodies(self.graph))
+        for node in loops.running(self.graph, self.env.__getitem__):
+            self.env[node] = self.run_node(node)
+            if node.op == "output":
+                return self.env[node]
+            for gone in () if looping else self.user_to_last_uses.get(node, ()):
+                del self.env[gone]
+        raise AssertionError("a graph has an output")
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return arguments_of(n, self.env.__getitem__)

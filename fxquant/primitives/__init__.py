@@ -34,6 +34,7 @@ from fxquant.primitives import (
     accumulate,
     comparison,
     elementwise,
+    loop,
     pool,
     position,
     product,
@@ -51,7 +52,7 @@ from fxquant.primitives import (
 from fxquant.primitives.record import BY_NAME, POINTWISE, PRIMITIVES, Emitter, Primitive, Role, ZeroPoint, primitive, role_of
 
 __all__ = [
-    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison", "elementwise", "pool",
+    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison", "elementwise", "loop", "pool",
     "position", "primitive", "product", "quantization", "resize", "role_of", "runtime_scales", "sampling", "scatter", "selection", "shape",
     "transposed", "varying", "whole",
 ]  # fmt: skip

@@ -80,6 +80,10 @@ class Builder:
             mark_parameter(added)
         return added
 
+    def control(self, function: Callable[..., Any], *args: Any) -> fx.Node:
+        """Add a call that begins or ends a loop; its result is no tensor."""
+        return self._node("call_function", function, args, function.__name__)
+
     def reads(self, position: int) -> bool:
         """Return whether anything reads this member of the nest that the operator returns."""
         picks = [reader.args[1] if reader.target is operator.getitem else position for reader in self.node.users]
@@ -106,10 +110,10 @@ class Builder:
         self._made.append(added)
         return added
 
-    def discard(self, *needed: fx.Node) -> None:
-        """Erase the nodes that this builder inserted and no node reads, except the nodes in `needed`."""
+    def discard(self, *needed: fx.Node, effects: bool = False) -> None:
+        """Erase the nodes that this builder inserted and no node reads, except `needed`; with `effects` also those that carry or count."""
         for added in reversed(self._made):
-            if added in needed or added.users:
+            if added in needed or added.users or (added.is_impure() and not effects):
                 continue
             target, model = str(added.target), added.graph.owning_module
             added.graph.erase_node(added)

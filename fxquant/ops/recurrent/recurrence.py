@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant.ir import loops
 from fxquant.ir.graph import TensorFact, fact, is_parameter, parameter_value
 from fxquant.ops.core import INNER, Builder, Fixed, Instead, Own, Same, Trait, known_size, register, settings_of
 from fxquant.ops.core.composite import requantize
@@ -21,6 +22,7 @@ from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear
 from fxquant.ops.movement.repeating import cat, stack
 from fxquant.ops.movement.shape import numbers, reshape
+from fxquant.ops.recurrent.loops import loop_carry, loop_item, loop_last, loop_stack, loop_state
 
 WITHIN_ONE = Fixed(2.0**-15, "int16", otherwise=Fixed(2.0**-7, "int8"))
 GATE = Fixed(2.0**-15, "int16", otherwise=Fixed(2.0**-8, "uint8", 0, otherwise=Fixed(2.0**-7, "int8")))  # from 0 to 1
@@ -162,19 +164,24 @@ class _Sequence:
         projection = weights[-1] if len(weights) in (3, 5) else None
         limit = None if self.kind == "relu" or projection is not None or state[0] is not None else _limit(build, weights[1], bias_hh)
         projected = build(linear, input, weights[0], bias_ih, demand=replace(INNER, limit=limit))
-        shape = build.fact(projected).shape
+        shape, count = build.fact(projected).shape, build.size(projected, self.axis)
         layer = _Layer(build, weights[1], bias_hh, projection, known_size(shape[-1]) // gates, bounded=state[0] is None)
-        steps = range(known_size(shape[self.axis]))
-        shown: dict[int, fx.Node] = {}
-        after: tuple[fx.Node, ...] = ()
-        for number, position in enumerate(reversed(steps) if backwards else steps):
-            build.step = number
-            state = after = step(layer, build(getitem, projected, [position if dim == self.axis else WHOLE for dim in range(3)]), state)
-            shown[position] = _with(build, after[0], self.axis)
-        build.step = None
+        begin = build(getitem, projected, [(-1 if backwards else 0) if dim == self.axis else WHOLE for dim in range(3)])
+        first = step(layer, begin, state)  # it has no state, as a rule, and so less to compute than the others
+        if count == 1:
+            return _with(build, first[0], self.axis), first
+        frame = build.control(loops.begin, count)
+        item = build(loop_item, projected, frame, self.axis, backwards)
+        places = {each: index for index, each in enumerate(dict.fromkeys(first))}
+        states = {each: build(loop_state, each, frame, index) for each, index in places.items()}
+        for index, each in enumerate(dict.fromkeys(step(layer, item, tuple(states[each] for each in first)))):
+            build(loop_carry, each, frame, index)
+        build.control(loops.end, frame)
         for nodes in layer.tied.values():
             build.tie(*nodes)
-        return build(cat, [shown[position] for position in steps], self.axis, demand=Same()), after
+        every = build(loop_stack, first[0], frame, 0, self.axis, count, backwards)
+        ends = {each: build(loop_last, each, frame, index) for each, index in places.items()}
+        return every, tuple(ends[each] for each in first)
 
     def layers(self, input: fx.Node, state: Sequence[fx.Node] | None, layers: Layers) -> tuple[fx.Node, list[tuple[fx.Node, ...]]]:
         """Return the last layer's output at all steps, and the states of every layer and direction after the last step."""

@@ -1,0 +1,73 @@
+"""Loops in a flat graph: the nodes between `begin` and `end` run once for each further step of a sequence, after the first one.
+
+    %frame = begin(%steps)                         the number of steps, of which the first was computed before
+    %item = item(%sequence, %frame, …)             what the sequence has at this step
+    %state = state(%first, %frame, 0)              what was carried at the step before, at the second step what the first one gave
+    …
+    %next = carry(%value, %frame, 0)               what the next step is given
+    %done = end(%frame)
+    %every = stack(%first, %frame, 0, …)           what was carried at all steps, along a dimension
+    %last = last(%first, %frame, 0)                what was carried at the last step
+
+The functions besides `begin` and `end` are primitives (`primitives.loop`). Whatever runs a graph node by node takes the nodes from
+`running`, and generated code has a Python loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, fx
+
+
+class Frame:
+    """The counter of one run of a loop, from 1, and what its steps carried, by the position of the state."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.step = count, 1
+        self.carried: dict[int, list[Tensor]] = {}
+
+    def more(self) -> bool:
+        """Return whether another step is to run."""
+        return self.step < self.count
+
+
+def begin(count: int) -> Frame:
+    """Return the frame of a loop over `count` steps, the first of which is not in the loop."""
+    return Frame(count)
+
+
+@fx.node.has_side_effect
+def end(frame: Frame) -> None:
+    """Go on to the next step."""
+    frame.step += 1
+
+
+def body(start: fx.Node) -> list[fx.Node]:
+    """Return the nodes of a loop after its `begin`, the last of them its `end`."""
+    nodes, node = [], start
+    while not (node.target is end and node.args[0] is start):
+        node = node.next
+        nodes.append(node)
+    return nodes
+
+
+def bodies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Return the nodes of each loop of a graph by its `begin`."""
+    return {start: body(start) for start in graph.find_nodes(op="call_function", target=begin)}
+
+
+def running(graph: fx.Graph, value: Callable[[fx.Node], Any]) -> Iterator[fx.Node]:
+    """Yield the nodes of a graph in the order in which they run; `value` returns what a node gave, of the frame of a loop."""
+    loops = {start: nodes[-1] for start, nodes in bodies(graph).items()}
+    starts = {last: start for start, last in loops.items()}
+    node, root = next(iter(graph.nodes), graph._root), graph._root
+    while node is not root:
+        yield node
+        start = starts.get(node)
+        if node in loops and not value(node).more():
+            node = loops[node]  # no further step
+        elif start is not None and value(start).more():
+            node = start
+        node = node.next
