@@ -25,6 +25,7 @@ from fxquant.numerics.grids import WEIGHT_INT8, Grid
 from fxquant.numerics.rounding import GradientRule
 from fxquant.ops import map_operands, operator_of
 from fxquant.ops.core.composite import DEQUANTIZE
+from fxquant.ops.core.record import BY_NAME as OPERATORS_BY_NAME
 from fxquant.passes.rewriting import eliminate_dead, substitute
 from fxquant.pipeline import Context
 from fxquant.prepared.operators import QuantizedOperator
@@ -270,7 +271,9 @@ def _forget_gradients(gm: fx.GraphModule) -> int:
 
 def _repeats(node: fx.Node) -> bool:
     """Return whether other operators may read the same constants: it reads a shared parameter, or is a step of a recurrence."""
-    return facts.step_of(node) is not None or any(len(read.users) > 1 for read in node.all_input_nodes if facts.is_parameter(read))
+    whole = facts.part(node)
+    recurs = whole is not None and whole.composite in OPERATORS_BY_NAME and OPERATORS_BY_NAME[whole.composite].recurs
+    return recurs or any(len(read.users) > 1 for read in node.all_input_nodes if facts.is_parameter(read))
 
 
 def _concrete(

@@ -631,7 +631,7 @@ class Interpreter(fx.Interpreter):
         """Run the graph on inputs; `running` says in which order."""
         self.env, self.args_iter = {}, iter(args)
         looping = bool(loops.bodies(self.graph))
-        for node in loops.running(self.graph, self.env.__getitem__):
+        for node in loops.running(self.graph.nodes, self.env.__getitem__):
             self.env[node] = self.run_node(node)
             if node.op == "output":
                 return self.env[node]

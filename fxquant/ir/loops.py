@@ -15,7 +15,7 @@ The functions besides `begin` and `end` are primitives (`primitives.loop`). What
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, fx
@@ -58,16 +58,17 @@ def bodies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return {start: body(start) for start in graph.find_nodes(op="call_function", target=begin)}
 
 
-def running(graph: fx.Graph, value: Callable[[fx.Node], Any]) -> Iterator[fx.Node]:
-    """Yield the nodes of a graph in the order in which they run; `value` returns what a node gave, of the frame of a loop."""
-    loops = {start: nodes[-1] for start, nodes in bodies(graph).items()}
-    starts = {last: start for start, last in loops.items()}
-    node, root = next(iter(graph.nodes), graph._root), graph._root
-    while node is not root:
+def running(nodes: Iterable[fx.Node], value: Callable[[fx.Node], Any]) -> Iterator[fx.Node]:
+    """Yield nodes in the order in which they run, those of a loop repeatedly; `value` returns what a node gave: the frame of a loop."""
+    order = list(nodes)
+    places = {node: place for place, node in enumerate(order) if node.target in (begin, end)}
+    ends = {node.args[0]: place for node, place in places.items() if node.target is end}
+    place = 0
+    while place < len(order):
+        node = order[place]
         yield node
-        start = starts.get(node)
-        if node in loops and not value(node).more():
-            node = loops[node]  # no further step
-        elif start is not None and value(start).more():
-            node = start
-        node = node.next
+        if node in ends and not value(node).more():
+            place = ends[node]  # without further steps
+        elif node in places and node.target is end and value(node.args[0]).more():  # type: ignore[arg-type]
+            place = places[node.args[0]]  # type: ignore[index]
+        place += 1

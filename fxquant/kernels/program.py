@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import computed, is_python, nodes_in, own, resolve
+from fxquant.ir.loops import bodies, running
 from fxquant.kernels.admission import is_primitive
 from fxquant.kernels.kernel import SLACK, Binding, Bound, Built, ChannelsLast, Forms, Implementation, Match
 
@@ -73,14 +74,20 @@ class Program:
         return self.forms.held(node, self.layouts[node][0])
 
     def _write(self) -> None:
-        needed = self._needed()
+        needed, loops = self._needed(), bodies(self.model.graph)
+        within = {node for nodes in loops.values() for node in nodes}
         for node in self.model.graph.nodes:
             if node.op == "placeholder":
                 self.inputs.append(self._place(node, False))
             elif node.op == "output":
                 self.result = own(node.args[0], self._output)
-            elif node not in needed or node in self.later or node.op == "get_attr":
+            elif node not in needed or node in self.later or node.op == "get_attr" or node in within:
                 continue
+            elif node in loops:
+                nodes = [node, *loops[node]]
+                read = dict.fromkeys(each for inner in nodes for each in inner.all_input_nodes if each not in nodes and each.op != "get_attr")
+                self.steps.append((partial(_loop, self.model, nodes, self.places), list(map(self._plain, read)), self._place(node, False)))
+                self.alone += loops[node]
             elif node in self.chosen and self.chosen[node].built is not None:
                 self._write_kernel(node, self.chosen[node])
             else:
@@ -283,6 +290,25 @@ def _plain(form: ChannelsLast, layout: Layout, reads: list[int], writes: int, bu
 
     def run(values: list[Any]) -> None:
         values[writes] = form.plain(values[read], dtype, strides)
+
+    return run
+
+
+def _loop(
+    model: fx.GraphModule, nodes: Sequence[fx.Node], place_of: Mapping[tuple[fx.Node, bool], int], reads: list[int], writes: int, _: None
+) -> Step:
+    """Return the step of a loop that no kernel computes: it runs the primitives of each step, and leaves the frame."""
+    own_nodes = {*nodes}
+    outside = {each for node in nodes for each in node.all_input_nodes if each not in own_nodes}
+    places = {each: place_of[each, False] for each in outside if each.op != "get_attr"}
+    constants = {each: resolve(model, str(each.target)) for node in nodes for each in (node, *node.all_input_nodes) if each.op == "get_attr"}
+
+    def run(values: list[Any]) -> None:
+        known = {**constants, **{each: values[place] for each, place in places.items()}}
+        for node in running(nodes, known.__getitem__):
+            if node not in constants:
+                known[node] = computed(model, node, known.__getitem__)
+        values[writes] = known[nodes[0]]
 
     return run
 

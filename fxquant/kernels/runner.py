@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import BatchDim, Interpreter, fact, own
 from fxquant.ir.integer import kernel
+from fxquant.ir.loops import bodies
 from fxquant.ir.model import autocast_off
 from fxquant.kernels.admission import prove
 from fxquant.kernels.constants import Constants
@@ -144,7 +145,8 @@ class Runner:
         sizes = {node: layout[0] for node, layout in layouts.items()}
         forms = forms_of(model)
         chosen: dict[fx.Node, Chosen] = {}
-        fused = [(node, entry[0]) for node in model.graph.nodes if (entry := kernel(node)) is not None]
+        loops = {node for nodes in bodies(model.graph).values() for node in nodes}
+        fused = [(node, entry[0]) for node in model.graph.nodes if (entry := kernel(node)) is not None and node not in loops]
         within: set[fx.Node] = set()  # what kernels that were proved compute: those of the most nodes come first
         largest = sorted(fused, key=lambda each: -len(kernel(each[0])[1]))  # type: ignore[index]
         for node, name in progress(largest, len(fused), "proving kernels"):

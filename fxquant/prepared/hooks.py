@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from fxquant.errors import ConfigurationError
 from fxquant.ir.carried import calling_line
 from fxquant.ir.graph import computed, fact, made_by, module_path, noise, origins, passed_on, resolve
+from fxquant.ir.loops import running
 from fxquant.ir.integer import Reference
 from fxquant.ir.model import CALLS, CARRIED, HOOKS
 from fxquant.prepared.channels import tensor_exponents
@@ -265,7 +266,8 @@ class _Run:
         starts = [(ready(call.read), call, module) for call, module in self.hooked if module._forward_pre_hooks]
         starts.sort(key=lambda start: start[1].entry)
         rest = iter(inputs)
-        for index, node in enumerate(self.model.graph.nodes):
+        for node in running(self.model.graph.nodes, self._value):
+            index = position[node.name]
             if node.op == "output":
                 return fx.map_arg(node.args[0], self._value)
             if node.op == "placeholder":

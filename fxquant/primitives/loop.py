@@ -10,20 +10,24 @@ from fxquant.primitives.record import Range, Role, Value, ZeroPoint, primitive, 
 
 
 def _bounds(input: Value, **_: Any) -> Range:
-    return union(input)
+    """Return the range of the dtype, whatever the first step gives: the others may carry anything that it holds."""
+    dtype = torch.iinfo(input.fact.dtype)
+    return Range(dtype.min, dtype.max)
 
 
-_MOVEMENT: dict[str, Any] = {"bounds": _bounds, "role": Role.MOVEMENT, "zero_point": ZeroPoint.EQUIVARIANT}
+_MOVEMENT: dict[str, Any] = {"role": Role.MOVEMENT, "zero_point": ZeroPoint.EQUIVARIANT}
+_CARRIED = {"bounds": _bounds, **_MOVEMENT}
+_MOVED = {"bounds": lambda input, **_: union(input), **_MOVEMENT}
 
 
-@primitive(lambda e, input, frame, dim, backwards: e.node("Gather", input, frame.place(e, backwards), axis=dim), **_MOVEMENT)
+@primitive(lambda e, input, frame, dim, backwards: e.node("Gather", input, frame.place(e, backwards), axis=dim), **_MOVED)
 def item(input: Tensor, frame: Frame | None, dim: int, backwards: bool) -> Tensor:
     """Return what a sequence has at this step along `dim`, without that dimension; `backwards`, from the end."""
     step = 0 if frame is None else frame.step
     return input.select(dim, input.shape[dim] - 1 - step if backwards else step)
 
 
-@primitive(lambda e, input, frame, index: frame.begun(index, input), **_MOVEMENT)
+@primitive(lambda e, input, frame, index: frame.begun(index, input), **_CARRIED)
 def state(input: Tensor, frame: Frame | None, index: int) -> Tensor:
     """Return what the step before carried at position `index`; at the second step `input`."""
     carried = None if frame is None else frame.carried.get(index)
@@ -31,7 +35,7 @@ def state(input: Tensor, frame: Frame | None, index: int) -> Tensor:
 
 
 @fx.node.has_side_effect
-@primitive(lambda e, input, frame, index: frame.carry(index, input), **_MOVEMENT)
+@primitive(lambda e, input, frame, index: frame.carry(index, input), **_MOVED)
 def carry(input: Tensor, frame: Frame | None, index: int) -> Tensor:
     """Carry a tensor on to the next step, at position `index`, and return it."""
     if frame is not None:
@@ -39,13 +43,13 @@ def carry(input: Tensor, frame: Frame | None, index: int) -> Tensor:
     return input
 
 
-@primitive(lambda e, input, frame, index: frame.last(e, index), **_MOVEMENT)
+@primitive(lambda e, input, frame, index: frame.last(e, index), **_CARRIED)
 def last(input: Tensor, frame: Frame | None, index: int) -> Tensor:
     """Return what the last step carried at position `index`; without further steps `input`, of the first."""
     return state(input, frame, index)
 
 
-@primitive(lambda e, input, frame, index, dim, count, backwards: frame.stacked(e, index, input, dim, backwards), **_MOVEMENT)
+@primitive(lambda e, input, frame, index, dim, count, backwards: frame.stacked(e, index, input, dim, backwards), **_CARRIED)
 def stack(input: Tensor, frame: Frame | None, index: int, dim: int, count: int, backwards: bool) -> Tensor:
     """Return what all `count` steps carried at position `index`, the first of which gave `input`, stacked along `dim`."""
     if frame is None:
