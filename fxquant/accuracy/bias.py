@@ -31,6 +31,7 @@ from fxquant.accuracy.measure import FloatOutputs, Forward, judged, outputs_of, 
 from fxquant.accuracy.result import TunedLayer, TuningResult
 from fxquant.accuracy.step import ENOUGH, Run
 from fxquant.accuracy.walk import Samples, Unit, Walk, bound_arguments, by_channel, layer_units, real_result, run, taken, weight_of
+from fxquant.ir import loops
 from fxquant.ir.model import repeatable
 from fxquant.lowering.eager import constants_kept
 from fxquant.lowering.lowering import Clamp
@@ -138,7 +139,8 @@ def _correct(
         if rows[-1].kept:
             values[name] = outcome["value"]
             _put(operators[name], outcome["value"])
-    there = outputs.there and values and not any(previous.values())  # `put` adds to a former correction with a rounding
+    # `put` adds to a former correction with a rounding; a loop was walked before its own layers were corrected
+    there = outputs.there and values and not any(previous.values()) and not loops.bodies(prepared.graph)
     noises = {"in full": outputs.noise(_walked(prepared, samples, exact))} if there else {}
     attempts = {name: partial(put, share) for name, share in SHARES.items()}
     rows_judged = judged(outputs, before, rows, tuned.undo, ("biases", "corrected"), attempts, noises)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.errors import CalibrationError
+from fxquant.ir import loops
 from fxquant.ir.graph import TensorFact, fact, is_parameter, resolve
 from fxquant.ir.graph import arguments_of as own_arguments
 from fxquant.lowering.eager import EagerLowering, constants_kept
@@ -139,6 +140,7 @@ class Walk:
     """The values of some chunks at the nodes of a prepared model, as far as they were asked for and are still to be read.
 
     Without gradients, and with every operator as it is at that moment: in its float form, or, `exact`, in the state that it is in.
+    A loop runs at once, when something in it is asked for: a node there has the values of all steps, one after the other in dimension 0.
     """
 
     def __init__(self, prepared: fx.GraphModule, chunks: Sequence[Sequence[Any]], *, exact: bool) -> None:
@@ -148,6 +150,8 @@ class Walk:
         inputs = prepared.graph.find_nodes(op="placeholder")
         self._values: list[Values] = [dict(zip(inputs, chunk, strict=True)) for chunk in chunks]
         self._done: set[fx.Node] = set(inputs)
+        self._loops = loops.bodies(prepared.graph)
+        self._loop_of = {node: start for start, nodes in self._loops.items() for node in nodes}
         self._kept = Kept()
         for value in itertools.chain.from_iterable(chunks):
             self._kept.add(value)
@@ -162,21 +166,37 @@ class Walk:
         """Return the values of these nodes for every chunk, computing the nodes that they depend on as needed."""
         targets = list(nodes)
         for node in self._needed(targets):
+            ran = [node, *self._loops.get(node, ())]
             with constants_kept():
                 for values in self._values:
-                    values[node] = run(self.prepared, node, values, exact=self.exact)
-                    if node.op != "get_attr":
-                        self._kept.add(values[node])
-            self._done.add(node)
-            for operand in node.all_input_nodes:
+                    values.update(self._every_step(ran, values) if node in self._loops else {node: self._value(node, values)})
+                    for each in (each for each in ran if each.op != "get_attr"):
+                        self._kept.add(values[each])
+            self._done.update(ran)
+            for operand in (operand for each in ran for operand in each.all_input_nodes):
                 self._left[operand] -= 1
-                if not self._left[operand] and operand not in targets:
+                if not self._left[operand] and operand not in (*targets, *ran):
                     self._drop(operand)
+            for start in [start for start in self._loops if start in self._done and self._order[node] > self._order[self._loops[start][-1]]]:
+                for inner in self._loops.pop(start):
+                    self._drop(inner)
         results = [{node: values[node] for node in targets} for values in self._values]
         for node in targets:
             if not self._left[node]:
                 self._drop(node)
         return results
+
+    def _value(self, node: fx.Node, values: Values) -> Any:
+        return run(self.prepared, node, values, exact=self.exact)
+
+    def _every_step(self, nodes: Sequence[fx.Node], before: Values) -> Values:
+        """Run a loop, given the values before it, and return the frame and what each node in it gave at all steps."""
+        values, steps = dict(before), {node: list[Any]() for node in nodes}
+        for node in loops.running(nodes, values.__getitem__):
+            values[node] = self._value(node, values)
+            steps[node].append(values[node])
+        joined = {node: torch.cat(each) for node, each in steps.items() if each and isinstance(each[0], Tensor) and node.op != "get_attr"}
+        return {nodes[0]: values[nodes[0]], **{node: joined.get(node, values.get(node)) for node in nodes[1:]}}
 
     def _drop(self, node: fx.Node) -> None:
         for values in self._values:
@@ -187,12 +207,14 @@ class Walk:
     def _needed(self, targets: Sequence[fx.Node]) -> list[fx.Node]:
         """Return the nodes that have to run for these nodes, in the order of the graph."""
         needed: set[fx.Node] = set()
-        waiting = [node for node in targets if node not in self._done]
+        waiting = [self._loop_of.get(node, node) for node in targets if node not in self._done]
         while waiting:
             node = waiting.pop()
             if node not in needed:
                 needed.add(node)
-                waiting.extend(operand for operand in node.all_input_nodes if operand not in self._done)
+                ran = [node, *self._loops.get(node, ())]
+                read = {operand for each in ran for operand in each.all_input_nodes}.difference(ran)
+                waiting.extend(operand for operand in read if operand not in self._done)
         return sorted(needed, key=self._order.__getitem__)
 
 
