@@ -30,6 +30,7 @@ TARGETS = (
 )
 
 KERNELS = (
+    Kernel("loop", patterns.repeated, (chains.program,)),
     Kernel("recurrence", patterns.recurrence, (chains.program,)),
     Kernel("rows", patterns.rows, (chains.program,)),
     Kernel("sum of products", patterns.sum_of_products, (compiled.depthwise, compiled.convolution, tensors.onednn)),

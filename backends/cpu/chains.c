@@ -33,14 +33,15 @@ typedef struct {
 
 typedef struct {
     const Step *steps;
-    const int64_t *moves;  /* of each READ and WRITE, MOVE numbers: the tensor, its dtype, the stride of columns, what is subtracted */
+    const int64_t *moves;  /* of each READ and WRITE, MOVE numbers: the tensor, its dtype, the strides of columns and of repeats, what is subtracted */
     const int64_t *places; /* of each READ and WRITE, the first element of every row */
     void *const *data;     /* of tensors */
     const void *constants; /* the registers before `fixed`: one row, which all rows read */
     int64_t rows, most, fixed, used, depth, count, wide, threads; /* most: rows at once; used: columns of all other registers; depth: of sums */
+    int64_t once, repeats; /* once: the steps that run first; the others are repeated */
 } Program;
 
-enum { MOVE = 4, WIDE = 4 }; /* WIDE: rows whose sums are computed together */
+enum { MOVE = 5, WIDE = 4 }; /* WIDE: rows whose sums are computed together */
 
 /* Sums of products of int16 pairs with int8 weights, of LANES columns. */
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
@@ -275,20 +276,22 @@ static void NAMED(program)(const Program *p) {
 #pragma omp for
         for (int64_t job = 0; job < jobs; job++) {
             int64_t first = job * p->most, rows = p->rows - first < p->most ? p->rows - first : p->most;
-            for (const Step *s = p->steps; s < p->steps + p->count; s++) {
+            for (int64_t t = -1; t < p->repeats; t++)
+            for (const Step *s = p->steps + (t < 0 ? 0 : p->once); s < p->steps + (t < 0 ? p->once : p->count); s++) {
                 const int a_fixed = s->a < p->fixed, b_fixed = s->b < p->fixed;
                 LANE *y = own + (s->to - p->fixed) * p->most;
                 const LANE *a = a_fixed ? constants + s->a : own + (s->a - p->fixed) * p->most;
                 const LANE *b = b_fixed ? constants + s->b : own + (s->b - p->fixed) * p->most;
                 const int moves = s->op == READ || s->op == WRITE;
                 const int64_t *m = p->moves + (moves ? MOVE * s->low : 0), *places = p->places + (moves ? p->rows * s->low : 0) + first;
+                const int64_t on = t < 0 ? 0 : t * m[3];
                 if (s->op == SPREAD || (s->op >= TOTAL && s->op <= HIGHEST)) NAMED(across)(s, y, a, rows);
                 else if (s->op == SUM) NAMED(sum)(s, y, a, b, rows, pairs);
                 else if (s->op < READ && !a_fixed && !b_fixed) NAMED(step)(s, y, a, b, rows * s->columns);
                 else for (int64_t r = 0; r < rows; r++) {
                     int64_t at = r * s->columns;
-                    if (s->op == READ) NAMED(load)(y + at, p->data[m[0]], m[1], places[r], m[2], s->columns, (LANE)m[3]);
-                    else if (s->op == WRITE) NAMED(store)(a + at, p->data[m[0]], m[1], places[r], m[2], s->columns);
+                    if (s->op == READ) NAMED(load)(y + at, p->data[m[0]], m[1], places[r] + on, m[2], s->columns, (LANE)m[4]);
+                    else if (s->op == WRITE) NAMED(store)(a + at, p->data[m[0]], m[1], places[r] + on, m[2], s->columns);
                     else if (s->op == PART) memcpy(y + at, a + r * s->high + s->low, (size_t)s->columns * sizeof(LANE));
                     else NAMED(step)(s, y + at, a_fixed ? a : a + at, b_fixed ? b : b + at, s->columns);
                 }

@@ -17,11 +17,12 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxquant.backends.cpu import native
+from fxquant.ir import loops
 from fxquant.ir.graph import fact
 from fxquant.kernels.kernel import Binding, Bound, Built, NotApplicable, Site, implementation, in_order
 from fxquant.kernels.patterns import reduction
 from fxquant.numerics.grids import accumulator_bound
-from fxquant.primitives import PRIMITIVES, Role, role_of, shape
+from fxquant.primitives import PRIMITIVES, Role, loop, role_of, shape
 from fxquant.primitives.steps import Op, Step, Writer
 from fxquant.support.files import address
 
@@ -33,7 +34,7 @@ AFFINE = len(Op)  # (a · factor + summand) >> shift, limited to [low, high], on
 READ, WRITE, PART, SPREAD, SUM = range(AFFINE + 1, AFFINE + 6)
 TOGETHER = 64  # columns of sums that are computed together
 MOST_ROWS, MOST_LANES = 16, 2048  # that a step computes at once
-View = Callable[[Tensor], Tensor]
+View = Callable[[Tensor], Any]
 WHOLE: dict[int, Callable[[int, int], int]] = {  # the operations of two integers
     Op.ADD: operator.add,
     Op.SUBTRACT: operator.sub,
@@ -115,7 +116,8 @@ def _structures(steps: Sequence[Step], columns: Sequence[int]) -> tuple[Any, lis
             tables[id(step.table)] = _pairs(table) if step.op == SUM else table.to(narrow).contiguous()
     places = {key: address(table) for key, table in tables.items()}
     is_narrow = {key for key, table in tables.items() if table.dtype == torch.int16}
-    steps = [step._replace(high=int(id(step.table) in is_narrow)) if step.op == Op.LOOK_UP else step for step in steps]
+    highs = {READ: lambda _: 0, Op.LOOK_UP: lambda step: int(id(step.table) in is_narrow)}
+    steps = [step._replace(high=highs[step.op](step)) if step.op in highs else step for step in steps]
     rows = (_Step(*step[:6], size, places.get(id(step.table), 0)) for step, size in zip(steps, columns, strict=True))
     return (_Step * len(steps))(*rows), list(tables.values())
 
@@ -222,7 +224,7 @@ def _range(site: Site, value: Any) -> tuple[int, int] | None:
 def _reached(site: Site, step: Step, a: Any, b: Any) -> tuple[int, int] | None:
     """Return the bounds (low, high) of a step's integer result, from the bounds `a` and `b` of its operands; None for floats."""
     if step.op == READ:
-        return _range(site, site.match.reads[step.high])
+        return _range(site, step.high)
     if step.op == SUM:
         if a[0] < -(2**15) or a[1] >= 2**15:
             raise NotApplicable("it multiplies integers of more than 16 bits")
@@ -302,7 +304,7 @@ class _Program(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("steps", "moves", "places", "data", "constants")),
-        *((name, ctypes.c_int64) for name in ("rows", "most", "fixed", "used", "depth", "count", "wide", "threads")),
+        *((name, ctypes.c_int64) for name in ("rows", "most", "fixed", "used", "depth", "count", "wide", "threads", "once", "repeats")),
     ]
 
 
@@ -315,7 +317,23 @@ def program(site: Site) -> Built:
     rows = _Rows(site)
     for node in site.match.parts["nodes"]:
         rows.add(node)
+    if "loop" in site.match.parts:
+        rows.repeat(site.match.parts["loop"])
     return rows.built(library.fxq_program)
+
+
+def _whole(whole: Tensor) -> Tensor:
+    return whole
+
+
+def _step_of(whole: Tensor, dim: int, backwards: bool, step: int) -> Tensor:
+    """Return what a sequence has at a step along `dim`; at its last one where it has no such step."""
+    last = whole.shape[dim] - 1
+    return whole.select(dim, max(0, last - step) if backwards else min(step, last))
+
+
+def _stride_of(whole: Tensor, dim: int, backwards: bool) -> int:
+    return -whole.stride(dim) if backwards else whole.stride(dim)
 
 
 @dataclass
@@ -326,8 +344,11 @@ class _Rows:
     writer: Writer = field(default_factory=Writer)
     columns: dict[int, int] = field(default_factory=dict)  # of each register
     registers: dict[fx.Node, Any] = field(default_factory=dict)  # of the nodes; constants are tensors
-    # What is read and written: the place of a tensor among those read and the results, and the part of it.
-    moves: list[tuple[int, View]] = field(default_factory=list)
+    # What is read and written: the place of a tensor among those read and the results, the part of it, and the stride of repeats.
+    moves: list[tuple[int, View, View | None]] = field(default_factory=list)
+    once: int | None = None  # the first register of the steps that are repeated; None where none are
+    steps_of: tuple[int, int] = (0, 0)  # the place of the sequence that they run along, and its dimension
+    scratch: list[tuple[int, torch.dtype]] = field(default_factory=list)  # columns and dtype of what is carried and is no result
     copies: dict[tuple[int, int], int] = field(default_factory=dict)  # the registers of one column that are also registers of a width
     shapes: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # of the nodes whose steps read constants, by the registers of these
     varying: list[Tensor] = field(default_factory=list)  # constants that differ between rows, which are read like tensors
@@ -346,7 +367,44 @@ class _Rows:
         width: Any = fact(node).shape[-1]
         self.registers[node] = self.computed(node, width, arguments)
         if place is not None:
-            self.write(place, node, lambda whole: whole)
+            self.write(place, node, _whole)
+
+    def repeat(self, nodes: Sequence[fx.Node]) -> None:
+        """Write the steps of a loop's body, which is repeated: states are read from memory, and written there for the next step."""
+        match = self.site.match
+        results, begun = (match.root, *match.results), len(match.reads) + 1 + len(match.results)
+        writes: dict[int, list[tuple[int, View, View, View | None]]] = {}  # by position: where the first step's, and the others', go
+        for place, mark in enumerate(results, len(match.reads)):
+            if mark.target is loop.last:
+                writes.setdefault(mark.args[2], []).insert(0, (place, _whole, _whole, None))  # type: ignore[arg-type]
+            elif mark.target is loop.stack:
+                _, _, index, dim, _, backwards = cast(tuple[Any, ...], mark.args)
+                writes.setdefault(index, []).append((place, *(partial(_step_of, dim=dim, backwards=backwards, step=at) for at in (0, 1)),
+                                                    partial(_stride_of, dim=dim, backwards=backwards)))  # fmt: skip
+        for state in (node for node in nodes if node.target is loop.state):
+            ends = writes.setdefault(state.args[2], [])  # type: ignore[arg-type]
+            if not ends or ends[0][1] is not _whole:
+                self.scratch.append((fact(state).shape[-1], fact(state).dtype))
+                ends.insert(0, (begun + len(self.scratch) - 1, _whole, _whole, None))
+            for place, first, _, _ in ends:
+                self.write(place, state.args[0], first)  # type: ignore[arg-type]
+        self.once = max(self.columns, default=-1) + 1
+        self.registers = {node: value for node, value in self.registers.items() if isinstance(value, Tensor)}
+        for node in (node for node in nodes if node.op != "get_attr" and node.target not in (loops.begin, loops.end)):
+            arguments, width = cast(tuple[Any, ...], node.args), fact(node).shape[-1]
+            if node.target is loop.item:
+                sequence, _, dim, backwards = arguments
+                self.steps_of = match.reads.index(sequence), dim
+                view, stride = partial(_step_of, dim=dim, backwards=backwards, step=1), partial(_stride_of, dim=dim, backwards=backwards)
+                self.registers[node] = self.read(sequence, width, view, stride)
+            elif node.target is loop.state:
+                self.moves.append((writes[arguments[2]][0][0], _whole, None))
+                self.registers[node] = self.step(READ, width, -1, -1, len(self.moves) - 1, node)
+            elif node.target is loop.carry:
+                for place, _, others, stride in writes[arguments[2]]:
+                    self.write(place, arguments[0], others, stride)
+            else:
+                self.add(node)
 
     def computed(self, node: fx.Node, width: int, arguments: tuple[Any, ...]) -> int:
         """Write the steps of a node of `width` columns and return its register."""
@@ -380,7 +438,7 @@ class _Rows:
         """Return the register of a node, which may be one that is read, or the tensor of a constant."""
         if isinstance(node, fx.Node) and node not in self.registers:
             is_constant = node.op == "get_attr"
-            self.registers[node] = self.site.constant(node) if is_constant else self.read(node, fact(node).shape[-1], lambda whole: whole)
+            self.registers[node] = self.site.constant(node) if is_constant else self.read(node, fact(node).shape[-1], _whole)
         return self.registers[node] if isinstance(node, fx.Node) else node
 
     def spread(self, node: fx.Node, width: int) -> Any:
@@ -397,14 +455,13 @@ class _Rows:
         self.columns[register] = width
         return register
 
-    def read(self, node: fx.Node, width: int, view: View) -> int:
-        place = self.site.match.reads.index(node)
-        self.moves.append((place, view))
-        return self.step(READ, width, -1, -1, len(self.moves) - 1, place)
+    def read(self, node: fx.Node, width: int, view: View, stride: View | None = None) -> int:
+        self.moves.append((self.site.match.reads.index(node), view, stride))
+        return self.step(READ, width, -1, -1, len(self.moves) - 1, node)
 
-    def write(self, place: int | None, node: fx.Node, view: View) -> None:
+    def write(self, place: int | None, node: fx.Node, view: View, stride: View | None = None) -> None:
         assert place is not None
-        self.moves.append((place, view))
+        self.moves.append((place, view, stride))
         self.step(WRITE, 0, self.value(node), None, len(self.moves) - 1)
 
     def built(self, function: Any) -> Built:
@@ -422,6 +479,8 @@ class _Rows:
             if wide and constant.is_floating_point():
                 raise NotApplicable("it needs integers of 64 bits and floats")
             if constant.numel() not in (1, constant.shape[-1] if constant.dim() else 1):
+                if self.once is not None:
+                    raise NotApplicable("its constants differ between rows")
                 first.append(self.differing(register, constant))
                 continue
             row = constant.flatten().expand(width).contiguous()
@@ -438,6 +497,7 @@ class _Rows:
         depth = max(((step.high + 1) // 2 for step in steps if step.op == SUM), default=1)
         structure = _Program(most=most, fixed=fixed, used=used - fixed, depth=depth, count=len(steps), wide=wide)
         structure.steps, structure.constants = ctypes.addressof(structures_of), address(constants)
+        structure.once = sum(self.once is None or step.to < self.once for step in steps)
         keeps = structures_of, tables, constants
 
         def bind() -> Bound:
@@ -445,6 +505,11 @@ class _Rows:
 
             def bound(inputs: Sequence[Tensor], output: Any, _keeps: Any = keeps) -> None:
                 tensors = [*inputs, *(output if isinstance(output, list) else [output]), *self.varying]
+                if self.once is not None:
+                    place, dim = self.steps_of
+                    count, columns = inputs[place].shape[dim], inputs[place].shape[-1]
+                    tensors += [torch.empty(inputs[place].numel() // max(1, count * columns), width, dtype=dtype, device="cpu") for width, dtype in self.scratch]
+                    own.repeats = count - 1
                 key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
                 if key not in plans:
                     plans.clear()
@@ -464,14 +529,14 @@ class _Rows:
         _, *sizes = self.shapes[register]
         if not all(isinstance(size, int) for size in sizes):
             raise NotApplicable("its constants differ between rows, of a number that varies")
-        self.moves.append((len(self.site.match.reads) + 1 + len(self.site.match.results) + len(self.varying), lambda whole: whole))
+        self.moves.append((len(self.site.match.reads) + 1 + len(self.site.match.results) + len(self.varying), _whole, None))
         self.varying.append(constant.expand(constant.shape[0] if constant.dim() > len(sizes) else 1, *sizes))
         return Step(READ, register, -1, -1, len(self.moves) - 1)  # type: ignore[arg-type]
 
     def plan(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return a row of int64 for each move (tensor, dtype, stride of columns, zero point), and the offset of each row of each tensor."""
+        """Return a row of int64 for each move (tensor, dtype, strides of columns and repeats, zero point), and where each tensor's rows begin."""
         moves, places, reads = list[tuple[int, ...]](), list[Tensor](), self.site.match.reads
-        for place, view in self.moves:
+        for place, view, onwards in self.moves:
             whole, part = tensors[place], view(tensors[place])
             first = torch.tensor(int(part.storage_offset() - whole.storage_offset()), dtype=torch.int64, device="cpu")
             for size, stride in zip(part.shape[:-1], part.stride()[:-1], strict=True):
@@ -479,5 +544,5 @@ class _Rows:
             first = first.flatten()
             places.append(first.repeat(len(places[0]) // len(first)) if places else first)
             subtracted = _zero(self.site, reads[place]) if place < len(reads) and whole.dtype == torch.uint8 else 0
-            moves.append((place, KINDS[whole.dtype], part.stride(-1), subtracted))
+            moves.append((place, KINDS[whole.dtype], part.stride(-1), 0 if onwards is None else onwards(whole), subtracted))
         return torch.tensor(moves, dtype=torch.int64, device="cpu"), torch.stack(places)

@@ -217,7 +217,7 @@ def reads_shape_only(node: fx.Node) -> bool:
 
 def reads_sizes(node: fx.Node) -> bool:
     """Return whether an argument of a primitive is a size that varies, which the primitive alone takes."""
-    return not all(isinstance(fact(operand), TensorFact) for operand in node.all_input_nodes)
+    return not all(isinstance(fact(operand), TensorFact) for operand in node.all_input_nodes if operand.target is not loops.begin)
 
 
 def target_name(node: fx.Node) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from fxquant.ir import loops
 from fxquant.ir.graph import fact, resolve
 from fxquant.ir.integer import qparams
 from fxquant.kernels.kernel import Built, ChannelsLast, Disagrees, Implementation, Match, NotApplicable, Site, grid, in_order
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, UINT8, IntType, accumulator_bound, power_of_two
-from fxquant.primitives import PRIMITIVES, Role, quantization, role_of
+from fxquant.primitives import PRIMITIVES, Role, loop, quantization, role_of
 from fxquant.primitives.runtime_scales import dynamic_linear
 from fxquant.primitives.transposed import swap_channels
 
@@ -69,10 +70,19 @@ def evaluate(model: fx.GraphModule, match: Match, inputs: dict[fx.Node, Tensor])
     """Return the reference results: of the primitives that a kernel replaces, on these operands; the root's, then others that are read."""
     values: dict[fx.Node, Any] = dict(inputs)
     with torch.no_grad():
-        for node in in_order(values, match.root, *match.results):
+        for node in loops.running(_between(match, values), values.__getitem__):
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = resolve(model, str(node.target)) if node.op == "get_attr" else node.target(*args, **kwargs)  # type: ignore[operator]
     return [values[node] for node in (match.root, *match.results)]
+
+
+def _between(match: Match, sources: Iterable[fx.Node]) -> Sequence[fx.Node]:
+    """Return the nodes that compute a kernel's results from its operands, constants included, in order."""
+    if "loop" not in match.parts:
+        return in_order(sources, match.root, *match.results)
+    constants = dict.fromkeys(read for node in match.covers for read in node.all_input_nodes if read.op == "get_attr")
+    marks = [node for node in match.covers if node.target in (loop.stack, loop.last)]
+    return [*constants, *match.parts["nodes"], *(node for node in match.parts["loop"] if node.op != "get_attr"), *marks]
 
 
 def draws(site: Site, generator: torch.Generator) -> Iterator[dict[fx.Node, Tensor]]:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxquant.ir import loops
 from fxquant.ir.graph import POINTS, TensorFact, at_point, fact, reads_sizes
 from fxquant.ir.integer import qparams
 from fxquant.kernels.kernel import Forms, Match, Matched, in_order
-from fxquant.primitives import PRIMITIVES, Role, ZeroPoint, elementwise, pool, role_of, runtime_scales, shape
+from fxquant.primitives import PRIMITIVES, Role, ZeroPoint, elementwise, loop, pool, role_of, runtime_scales, shape
 from fxquant.primitives.accumulate import sides
 from fxquant.primitives.quantization import accumulator_output, quantize
 from fxquant.primitives.steps import Op
@@ -334,6 +335,42 @@ def recurrence(root: fx.Node) -> Matched:
         return "what lies between its steps is read elsewhere, or computed elsewhere"
     results = tuple(node for node in ordered if outside[node] and node is not root)
     return Match(root, ordered, reads, {"nodes": ordered}, results)
+
+
+def repeated(root: fx.Node) -> Matched:
+    """Match a loop of row-wise primitives, with those that compute its first step. The root is the first node that reads what it carried."""
+    if root.target not in (loop.stack, loop.last):
+        return None
+    frame: Any = root.args[1]
+    marks = [user for user in frame.users if user.target in (loop.stack, loop.last)]
+    order = {node: index for index, node in enumerate(root.graph.nodes)}
+    if root is not min(marks, key=order.__getitem__):
+        return None
+    body = loops.body(frame)
+    unfit = next((node for node in body if not (node.target in _LOOPED or node.op == "get_attr" or _is_product(node) or _is_row_step(node))), None)
+    if unfit is not None:
+        return f"%{unfit.name} is not computed row by row"
+    inside, first = {frame, *body, *marks}, list[fx.Node]()
+    waiting = [node.args[0] for node in body if node.target is loop.state]
+    rows = _rows(waiting[0])  # type: ignore[arg-type]
+    while waiting:
+        node: Any = max(waiting, key=order.__getitem__)
+        waiting = [each for each in waiting if each is not node]
+        if inside.issuperset(node.users) and _is_row_step(node) and _rows(node) == rows:
+            inside.add(node)
+            first.append(node)
+            waiting += [operand for operand in node.all_input_nodes if operand.op != "get_attr"]
+    computed = [node for node in body if node.op != "get_attr" and node.target is not loops.end]
+    covers = (*reversed(first), *computed, *sorted(marks, key=order.__getitem__))
+    reads = tuple(dict.fromkeys(read for node in covers for read in node.all_input_nodes if read not in inside and read.op != "get_attr"))
+    unfit = next((read for read in reads if not known_tensor(read, *INTEGERS, ranks=range(1, 9))), None)
+    if unfit is not None:
+        return _lacking("read", unfit)
+    results = tuple(mark for mark in covers[-len(marks) :] if mark is not root)
+    return Match(root, covers, reads, {"nodes": tuple(reversed(first)), "loop": (frame, *body)}, results)
+
+
+_LOOPED = (loop.item, loop.state, loop.carry, loops.end)
 
 
 def _joins(node: fx.Node) -> bool:

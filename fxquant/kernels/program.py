@@ -106,7 +106,10 @@ class Program:
     def _needed(self) -> set[fx.Node]:
         """Return the nodes to compute: all but the primitives that nothing reads any more."""
         needed: set[fx.Node] = set()
+        looped = {node for chosen in self.chosen.values() if chosen.built is not None for node in chosen.match.parts.get("loop", ())}
         for node in reversed(self.model.graph.nodes):
+            if node in looped:
+                continue
             chosen = self.chosen.get(node)
             has_others = chosen is not None and chosen.built is not None and bool(chosen.match.results)
             if node not in self.later and (node in needed or has_others or not is_primitive(node)):

@@ -177,7 +177,8 @@ def _few(kernel: Kernel, match: Match, sizes: Mapping[fx.Node, tuple[int, ...]])
     same = {node for node in nodes if sizes[node][:1] == sizes[match.root][:1]}
     if not varying and not kernel.implementations[0].strided and len(sizes[match.root]) > 1:
         varying = same  # a batch of a fixed size; constants of strided implementations may have that size, too, and a vector has no batch
-    if any(node not in varying and len(sizes[node]) == len(sizes[match.root]) for node in same):
+    others = any(isinstance(size, BatchDim) for node in nodes for size in fact(node).shape[1:])  # a batch in another dimension
+    if others or any(node not in varying and len(sizes[node]) == len(sizes[match.root]) for node in same):
         varying = set()
     return {node: (min(sizes[node][0], PROVED), *sizes[node][1:]) if node in varying else sizes[node] for node in nodes}
 
