@@ -15,7 +15,7 @@ from onnx import helper
 from onnx.external_data_helper import load_external_data_for_model
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
-from onnx.reference.ops import op_max_pool
+from onnx.reference.ops import op_loop, op_max_pool
 from torch import Tensor
 
 from fxquant.backends.onnx.metadata import read_metadata, read_model, to_file
@@ -97,6 +97,18 @@ class MaxPool(op_max_pool.MaxPool):
         return (windows[steps].max(axis=tuple(range(-rank, 0))),)
 
 
+class Loop(op_loop.Loop):
+    """Loop of onnx's reference evaluator, which joins what each iteration gives along the first dimension in place of a new one."""
+
+    def _run(self, count: Any, *inputs: Any, **settings: Any) -> Any:
+        results = super()._run(count, *inputs, **settings)  # type: ignore[no-untyped-call]
+        (body,) = (attribute.g for attribute in self.onnx_node.attribute if attribute.name == "body")
+        ranks = [len(info.type.tensor_type.shape.dim) for info in body.output[1:]]
+        given = len(body.input) - 2
+        every = zip(results[given:], ranks[given:], strict=True)
+        return (*results[:given], *(each if each.ndim > rank else each.reshape(int(count), -1, *each.shape[1:]) for each, rank in every))
+
+
 class GatherElements(OpRun):
     """The operator beyond some tens of elements, and for fewer indices than elements along other dimensions, where it fails."""
 
@@ -107,7 +119,7 @@ class GatherElements(OpRun):
         return (np.take_along_axis(cropped, indices, along),)
 
 
-CORRECTED = (QLinearConv, QLinearMatMul, Gather, GatherElements, MaxPool)
+CORRECTED = (QLinearConv, QLinearMatMul, Gather, GatherElements, Loop, MaxPool)
 
 
 class Evaluator(ReferenceEvaluator):

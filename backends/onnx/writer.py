@@ -17,8 +17,10 @@ from torch import Tensor, fx
 
 from fxquant.analysis.recording import returned
 from fxquant.backends.onnx.float_export import FloatRegions, rename_values
+from fxquant.backends.onnx.loops import Loop
 from fxquant.backends.onnx.metadata import write_metadata
 from fxquant.errors import ConfigurationError, ExportError
+from fxquant.ir import loops
 from fxquant.ir.graph import Size, TensorFact, annotation, fact, fused, resolve, sizes_of_input
 from fxquant.ir.integer import channel_exponents, qparams, zero_point
 from fxquant.numerics.grids import PLAIN_TYPES
@@ -199,6 +201,7 @@ class Writer:
         self.values: dict[fx.Node, Any] = {}  # names of values, or constant tensors
         self.tensors: dict[str, dict[str, Any]] = {}
         self.infos: list[onnx.ValueInfoProto] = []
+        self.loop: Loop | None = None  # that which is being written
         self.sources: dict[str, str] = {}  # the quantized tensor that an input becomes, or that an output was
 
     @cached_property
@@ -215,6 +218,11 @@ class Writer:
                 self._placeholder(node)
             elif node.op == "get_attr":
                 self.values[node] = resolve(self.integer, str(node.target))
+            elif node.target is loops.begin:
+                self.loop = self.values[node] = Loop(self.emitter, self.infos, node, self.operand(node.args[0]))
+            elif self.loop is not None and node.target is loops.end:
+                self.loop.close(value_info)
+                self.loop = None
             elif node.op == "call_function" and node.target in PRIMITIVES:
                 self._primitive(node)
             elif node.op != "output":
@@ -297,7 +305,8 @@ class Writer:
         name = self._named(result, node.name)
         self.values[node] = name
         plain = record.kind == "quantized" and fact(node).dtype in PLAIN_TYPES.values()  # primitives that move elements also move booleans
-        self._describe(node, name, "plain" if plain else record.kind)
+        if self.loop is None:  # nothing outside of a file reads what is inside of a loop
+            self._describe(node, name, "plain" if plain else record.kind)
         self.infos.append(value_info(name, self.emitter.types[name], fact(node).shape))
         operand: Any = node.args[0]
         if node.target is quantize and operand.op == "placeholder":

@@ -35,7 +35,7 @@ def state(input: Tensor, frame: Frame | None, index: int) -> Tensor:
 
 
 @fx.node.has_side_effect
-@primitive(lambda e, input, frame, index: frame.carry(index, input), **_MOVED)
+@primitive(lambda e, input, frame, index: frame.carry(input), **_MOVED)
 def carry(input: Tensor, frame: Frame | None, index: int) -> Tensor:
     """Carry a tensor on to the next step, at position `index`, and return it."""
     if frame is not None:
@@ -49,7 +49,7 @@ def last(input: Tensor, frame: Frame | None, index: int) -> Tensor:
     return state(input, frame, index)
 
 
-@primitive(lambda e, input, frame, index, dim, count, backwards: frame.stacked(e, index, input, dim, backwards), **_CARRIED)
+@primitive(lambda e, input, frame, index, dim, count, backwards: frame.stacked(e, index, dim, backwards), **_CARRIED)
 def stack(input: Tensor, frame: Frame | None, index: int, dim: int, count: int, backwards: bool) -> Tensor:
     """Return what all `count` steps carried at position `index`, the first of which gave `input`, stacked along `dim`."""
     if frame is None:
