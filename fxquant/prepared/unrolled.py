@@ -1,0 +1,126 @@
+"""An integer model whose loops are written out, step by step, for forms that have no loops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from fxquant.errors import ExportError
+from fxquant.ir import graph as facts
+from fxquant.ir import loops
+from fxquant.ir.graph import TensorFact
+from fxquant.ir.integer import Operation, Reference, operation, origin, set_operation
+from fxquant.ir.model import replace_graph
+from fxquant.primitives import loop, shape
+
+
+def unrolled(model: fx.GraphModule) -> fx.GraphModule:
+    """Return an integer model without loops, which computes the same bits; the model itself where it has none.
+
+    Raises ExportError if the number of steps varies.
+    """
+    bodies = loops.bodies(model.graph)
+    if not bodies:
+        return model
+    written = _Writing(bodies)
+    inside = {node for nodes in bodies.values() for node in nodes}
+    for node in model.graph.nodes:
+        if node in bodies:
+            written.steps(node)
+        elif node.target in (loop.stack, loop.last):
+            written.result(node)
+        elif node not in inside:
+            written.nodes[node] = written.graph.node_copy(node, written.nodes.__getitem__)
+    result = model.__copy__()  # type: ignore[operator]
+    replace_graph(result, written.graph)
+    result.recompile()
+    return result  # type: ignore[no-any-return]
+
+
+class _Writing:
+    """A graph without loops while it is written from one with loops."""
+
+    def __init__(self, bodies: dict[fx.Node, list[fx.Node]]) -> None:
+        self.graph, self.bodies = fx.Graph(), bodies
+        self.nodes: dict[fx.Node, fx.Node] = {}  # by the node of the graph with loops, at the step that was written last
+        self.carried: dict[fx.Node, dict[int, list[fx.Node]]] = {}  # of each loop, by position, what each step but the first gave
+
+    def steps(self, start: fx.Node) -> None:
+        """Write the steps of a loop but the first, which is written already."""
+        count = start.args[0]
+        if not isinstance(count, int):
+            because = f"its loop %{start.name} runs along a size that varies, and is to be written step by step"
+            raise ExportError("the model has no fixed number of steps", because=because, remedy="pass fxq.at_sizes(model, example)")
+        carried = self.carried[start] = {}
+        for step in range(1, count):
+            names = {node.name: f"{node.name}_step_{step}" for node in self.bodies[start] if node.op != "get_attr"}
+            for node in self.bodies[start]:
+                if node.target is loop.item:
+                    self.nodes[node] = self.item(node, count, step, names[node.name])
+                elif node.target is loop.state:
+                    sequence, _, index = node.args
+                    self.nodes[node] = carried[index][-1] if index in carried else self.nodes[sequence]  # type: ignore[index]
+                elif node.target is loop.carry:
+                    carried.setdefault(node.args[2], []).append(self.nodes[node.args[0]])  # type: ignore[arg-type,index]
+                elif node.target is not loops.end and (node.op != "get_attr" or node not in self.nodes):
+                    self.nodes[node] = self.copy(node, names)
+
+    def copy(self, node: fx.Node, names: dict[str, str]) -> fx.Node:
+        """Write a node of a loop's body at one step, under the name of that step."""
+        copied = self.graph.node_copy(node, self.nodes.__getitem__)
+        copied.meta = {key: value for key, value in node.meta.items() if key not in ("kernel", "kernel_results")}
+        copied.meta["origin"] = names.get(origin(node), origin(node))
+        copied._rename(names.get(node.name, node.name))
+        lowered = operation(node)
+        if lowered is not None:
+            known = {old.name: new.name for old, new in self.nodes.items()} | {node.name: copied.name}
+            arguments = map_aggregate(lowered.arguments, lambda each: Reference(known[each.node]) if isinstance(each, Reference) else each)
+            set_operation(copied, replace(lowered, arguments=arguments))
+        return copied
+
+    def item(self, node: fx.Node, count: int, step: int, name: str) -> fx.Node:
+        """Write what a sequence has at a step."""
+        sequence, _, dim, backwards = node.args
+        source, place = self.nodes[sequence], count - 1 - step if backwards else step  # type: ignore[index]
+        sizes = facts.shape_of(source)
+        part = self.call(node, shape.crop, (source, [dim], [place], [place + 1], [1]), _with(sizes, dim, 1), f"{name}_crop")
+        part.meta["origin"] = name
+        taken = self.call(node, shape.reshape, (part, _reshape(facts.shape_of(node))), facts.shape_of(node), name)
+        index = [place if each == dim else slice(None) for each in range(len(sizes))]
+        set_operation(taken, Operation("getitem", {"input": Reference(source.name), "index": index}, {}))
+        return taken
+
+    def result(self, node: fx.Node) -> None:
+        """Write what is left of a loop: what its last step gave, or what all steps gave."""
+        first, start, index = node.args[:3]
+        every = [self.nodes[first], *self.carried[start].get(index, [])]  # type: ignore[index,arg-type]
+        if node.target is loop.last:
+            self.nodes[node] = every[-1]
+            return
+        dim, backwards = node.args[3], node.args[5]
+        sizes: Any = _with(facts.shape_of(node), dim, 1)
+        parts = []
+        for number, each in enumerate(reversed(every) if backwards else every):
+            parts.append(self.call(node, shape.reshape, (each, _reshape(sizes)), sizes, f"{node.name}_reshape_{number}"))
+            set_operation(parts[-1], Operation("reshape", {"input": Reference(each.name), "shape": _reshape(sizes)}, {}))
+        self.nodes[node] = self.call(node, shape.concatenate, (parts, dim), facts.shape_of(node), node.name)
+        set_operation(self.nodes[node], Operation("cat", {"tensors": [Reference(part.name) for part in parts], "dim": dim}, {}))
+
+    def call(self, node: fx.Node, function: Any, arguments: tuple[Any, ...], sizes: Any, name: str) -> fx.Node:
+        """Write a call of a primitive with the facts of a node, but for its shape."""
+        added = self.graph.create_node("call_function", function, arguments, name=name)
+        added.meta = {**node.meta, "origin": added.name}
+        added.meta.pop("operation", None)
+        facts.set_fact(added, TensorFact(tuple(sizes), facts.fact(node).dtype))
+        return added
+
+
+def _with(sizes: Any, dim: Any, size: int) -> tuple[Any, ...]:
+    return tuple(size if each == dim else old for each, old in enumerate(sizes))
+
+
+def _reshape(sizes: Any) -> list[Any]:
+    return [size if isinstance(size, int) else -1 for size in sizes]
