@@ -13,6 +13,7 @@ from fxquant.backends.c.program import C_TYPES, FOLDER, WIDTH, Program, Value, c
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.entry import noted_limits, require_one_size
 from fxquant.prepared.stage import require_integer
+from fxquant.prepared.unrolled import unrolled
 from fxquant.support.arguments import checked
 from fxquant.support.files import Content, write_files
 from fxquant.support.progress import working
@@ -62,7 +63,7 @@ def export_c(integer: fx.GraphModule, path: str | os.PathLike[str], *, batch_siz
     """
     path = Path(path)
     _check(integer, path, batch_size)
-    program = Program(integer, batch_size)
+    program = Program(unrolled(integer), batch_size)
     name = identifier(path.stem) or "model"
     name = f"x{name}" if name[0].isdigit() else name
     nbytes = sum(value.constant.nbytes for value in program.arrays if value.constant is not None)

@@ -508,7 +508,10 @@ class _Rows:
                 if self.once is not None:
                     place, dim = self.steps_of
                     count, columns = inputs[place].shape[dim], inputs[place].shape[-1]
-                    tensors += [torch.empty(inputs[place].numel() // max(1, count * columns), width, dtype=dtype, device="cpu") for width, dtype in self.scratch]
+                    tensors += [
+                        torch.empty(inputs[place].numel() // max(1, count * columns), width, dtype=dtype, device="cpu")
+                        for width, dtype in self.scratch
+                    ]
                     own.repeats = count - 1
                 key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
                 if key not in plans:

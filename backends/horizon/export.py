@@ -24,6 +24,7 @@ from fxquant.ir.integer import QParams, operation, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME
 from fxquant.ops.elementwise.activation import clamp
+from fxquant.prepared.unrolled import unrolled
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.quantization import dequantize
 from fxquant.support import logger
@@ -213,6 +214,7 @@ def export_horizon(
     """
     check_arguments(integer, "qdq", "float", OPSET)
     require_one_size(integer, "a BPU's program")
+    integer = unrolled(integer)
     target = integer.meta["target"]
     check_march(target)
     if options.core_num > 1 and target.name == "bayes-e":

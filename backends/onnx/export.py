@@ -17,8 +17,11 @@ from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.runtime import open_file
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
+from fxquant.ir import loops
 from fxquant.ops.core.form import INT16_OPSET
 from fxquant.prepared.stage import require_integer
+from fxquant.prepared.unrolled import unrolled
+from fxquant.primitives import PRIMITIVES
 from fxquant.support import logger
 from fxquant.support.files import Content, write_files
 
@@ -112,7 +115,7 @@ def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.Mo
     if has_kernels(integer):
         quicker = ""
         try:
-            model = write_fast(integer, io, opset, names, plain=True)
+            model = write_fast(unrolled(integer), io, opset, names, plain=True)
         except ExportError as error:  # the model differs as a whole, or nothing can be written, which the exact style reports as well
             logger.warning("style 'auto': 'fast' cannot be used: %s", error.because)
     logger.info("style 'auto': written in style '%s'%s", "exact" if model is None else "fast", quicker)
@@ -120,17 +123,19 @@ def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.Mo
 
 
 def _exact(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
-    return Writer(integer, io, opset).write(*names)
+    inside = (node for nodes in loops.bodies(integer.graph).values() for node in nodes)
+    whole = all(node.op == "get_attr" or node.target in PRIMITIVES or node.target is loops.end for node in inside)
+    return Writer(integer if whole else unrolled(integer), io, opset).write(*names)
 
 
 def _fast(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
-    model = write_fast(integer, io, opset, names)
+    model = write_fast(unrolled(integer), io, opset, names)
     assert model is not None
     return model
 
 
 def _qdq(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
-    writer = QdqWriter(integer, io, opset)
+    writer = QdqWriter(unrolled(integer), io, opset)
     if writer.in_floats:
         logger.warning(
             "int16 tensors that opset %d has no integers for: %d, %s; they are rounded by Div, Round, Clip and Mul,"

@@ -177,7 +177,9 @@ class Walk:
                 self._left[operand] -= 1
                 if not self._left[operand] and operand not in (*targets, *ran):
                     self._drop(operand)
-            for start in [start for start in self._loops if start in self._done and self._order[node] > self._order[self._loops[start][-1]]]:
+            for start in [
+                start for start in self._loops if start in self._done and self._order[node] > self._order[self._loops[start][-1]]
+            ]:
                 for inner in self._loops.pop(start):
                     self._drop(inner)
         results = [{node: values[node] for node in targets} for values in self._values]

@@ -347,7 +347,9 @@ def repeated(root: fx.Node) -> Matched:
     if root is not min(marks, key=order.__getitem__):
         return None
     body = loops.body(frame)
-    unfit = next((node for node in body if not (node.target in _LOOPED or node.op == "get_attr" or _is_product(node) or _is_row_step(node))), None)
+    unfit = next(
+        (node for node in body if not (node.target in _LOOPED or node.op == "get_attr" or _is_product(node) or _is_row_step(node))), None
+    )
     if unfit is not None:
         return f"%{unfit.name} is not computed row by row"
     inside, first = {frame, *body, *marks}, list[fx.Node]()

@@ -85,7 +85,9 @@ class Program:
                 continue
             elif node in loops:
                 nodes = [node, *loops[node]]
-                read = dict.fromkeys(each for inner in nodes for each in inner.all_input_nodes if each not in nodes and each.op != "get_attr")
+                read = dict.fromkeys(
+                    each for inner in nodes for each in inner.all_input_nodes if each not in nodes and each.op != "get_attr"
+                )
                 self.steps.append((partial(_loop, self.model, nodes, self.places), list(map(self._plain, read)), self._place(node, False)))
                 self.alone += loops[node]
             elif node in self.chosen and self.chosen[node].built is not None:
@@ -304,7 +306,9 @@ def _loop(
     own_nodes = {*nodes}
     outside = {each for node in nodes for each in node.all_input_nodes if each not in own_nodes}
     places = {each: place_of[each, False] for each in outside if each.op != "get_attr"}
-    constants = {each: resolve(model, str(each.target)) for node in nodes for each in (node, *node.all_input_nodes) if each.op == "get_attr"}
+    constants = {
+        each: resolve(model, str(each.target)) for node in nodes for each in (node, *node.all_input_nodes) if each.op == "get_attr"
+    }
 
     def run(values: list[Any]) -> None:
         known = {**constants, **{each: values[place] for each, place in places.items()}}

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from fxquant.errors import ConfigurationError
 from fxquant.ir.carried import calling_line
 from fxquant.ir.graph import computed, fact, made_by, module_path, noise, origins, passed_on, resolve
-from fxquant.ir.loops import running
 from fxquant.ir.integer import Reference
+from fxquant.ir.loops import running
 from fxquant.ir.model import CALLS, CARRIED, HOOKS
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.operators import QuantizedOperator

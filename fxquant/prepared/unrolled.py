@@ -70,10 +70,10 @@ class _Writing:
 
     def copy(self, node: fx.Node, names: dict[str, str]) -> fx.Node:
         """Write a node of a loop's body at one step, under the name of that step."""
-        copied = self.graph.node_copy(node, self.nodes.__getitem__)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.nodes.__getitem__)
+        copied = self.graph.create_node(node.op, node.target, args, kwargs, names.get(node.name, node.name))
         copied.meta = {key: value for key, value in node.meta.items() if key not in ("kernel", "kernel_results")}
         copied.meta["origin"] = names.get(origin(node), origin(node))
-        copied._rename(names.get(node.name, node.name))
         lowered = operation(node)
         if lowered is not None:
             known = {old.name: new.name for old, new in self.nodes.items()} | {node.name: copied.name}
@@ -88,7 +88,7 @@ class _Writing:
         sizes = facts.shape_of(source)
         part = self.call(node, shape.crop, (source, [dim], [place], [place + 1], [1]), _with(sizes, dim, 1), f"{name}_crop")
         part.meta["origin"] = name
-        taken = self.call(node, shape.reshape, (part, _reshape(facts.shape_of(node))), facts.shape_of(node), name)
+        taken = self.reshaped(node, part, facts.shape_of(node), name)
         index = [place if each == dim else slice(None) for each in range(len(sizes))]
         set_operation(taken, Operation("getitem", {"input": Reference(source.name), "index": index}, {}))
         return taken
@@ -98,16 +98,22 @@ class _Writing:
         first, start, index = node.args[:3]
         every = [self.nodes[first], *self.carried[start].get(index, [])]  # type: ignore[index,arg-type]
         if node.target is loop.last:
-            self.nodes[node] = every[-1]
+            self.nodes[node] = self.reshaped(node, every[-1], facts.shape_of(node), node.name)
             return
         dim, backwards = node.args[3], node.args[5]
-        sizes: Any = _with(facts.shape_of(node), dim, 1)
-        parts = []
-        for number, each in enumerate(reversed(every) if backwards else every):
-            parts.append(self.call(node, shape.reshape, (each, _reshape(sizes)), sizes, f"{node.name}_reshape_{number}"))
-            set_operation(parts[-1], Operation("reshape", {"input": Reference(each.name), "shape": _reshape(sizes)}, {}))
+        parts = [
+            self.reshaped(node, each, _with(facts.shape_of(node), dim, 1), f"{node.name}_reshape_{number}")
+            for number, each in enumerate(reversed(every) if backwards else every)
+        ]
         self.nodes[node] = self.call(node, shape.concatenate, (parts, dim), facts.shape_of(node), node.name)
         set_operation(self.nodes[node], Operation("cat", {"tensors": [Reference(part.name) for part in parts], "dim": dim}, {}))
+
+    def reshaped(self, node: fx.Node, value: fx.Node, sizes: Any, name: str) -> fx.Node:
+        """Write the elements of a value in another shape."""
+        shown = [size if isinstance(size, int) else -1 for size in sizes]
+        result = self.call(node, shape.reshape, (value, shown), sizes, name)
+        set_operation(result, Operation("reshape", {"input": Reference(value.name), "shape": shown}, {}))
+        return result
 
     def call(self, node: fx.Node, function: Any, arguments: tuple[Any, ...], sizes: Any, name: str) -> fx.Node:
         """Write a call of a primitive with the facts of a node, but for its shape."""
@@ -120,7 +126,3 @@ class _Writing:
 
 def _with(sizes: Any, dim: Any, size: int) -> tuple[Any, ...]:
     return tuple(size if each == dim else old for each, old in enumerate(sizes))
-
-
-def _reshape(sizes: Any) -> list[Any]:
-    return [size if isinstance(size, int) else -1 for size in sizes]

@@ -17,6 +17,7 @@ from fxquant.backends.horizon.compiled_program import Binary, CompiledCost
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact, is_deployed
 from fxquant.ir.integer import operation
+from fxquant.prepared.unrolled import unrolled
 from fxquant.reporting.page import needs, operator_graph
 from fxquant.reporting.rows import Rows
 from fxquant.support.arguments import PATH, checked, instance, such
@@ -191,6 +192,7 @@ def estimate(
         because = "they are those of the machine that the model runs on"
         remedy = "pass roofline=fxq.extend.Roofline(macs_per_second=1e11, bytes_per_second=2e10), with the numbers of your machine"
         raise ConfigurationError(f"the peak rates are not known of {chosen.name}", because=because, remedy=remedy)
+    integer = unrolled(integer)
     every = layers(integer)
     shown = operator_graph(integer, every)
     nodes = {node.name: node for node in integer.graph.nodes}

@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import fx
 
-
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.record import Same
@@ -42,13 +41,9 @@ def loop_last(lowering: Lowering, input: Quantized, frame: Any, index: int) -> Q
     reads=("count",),
     **_MARK,
 )
-def loop_stack(
-    lowering: Lowering, input: Quantized, frame: Any, index: int, dim: int, count: Any, backwards: bool
-) -> Quantized:
+def loop_stack(lowering: Lowering, input: Quantized, frame: Any, index: int, dim: int, count: Any, backwards: bool) -> Quantized:
     """What all steps carried, stacked along a dimension."""
     return input.with_value(lowering.call(loop.stack, input.value, frame, index, dim, count, backwards))
-
-
 
 
 fx.node.has_side_effect(loop_carry)
