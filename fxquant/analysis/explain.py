@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import fx
 
-from fxquant.analysis.layers import HOST, Layer, alike, description, layers, left_in_float
+from fxquant.analysis.layers import HOST, Layer, description, layers, left_in_float
 from fxquant.analysis.measures import MEASURES, Site, lowered_from
 from fxquant.analysis.recording import runner_of
 from fxquant.analysis.text import aligned
@@ -34,10 +34,8 @@ SHOWN_REASONS = 4  # in the line of the summary; the table has them all
 
 
 @checked()
-def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False) -> str:
+def explain(model: fx.GraphModule, *, machine: bool = False) -> str:
     """Return a table of all operators (integer or float, dtype, scale, reason), and of what tracing, requests and calibration came to.
-
-    The corresponding operations of a recurrence's steps have one row, under the name of the first; with `steps`, a row for each.
 
     For an integer model that has run, kernels that are not used on this machine follow, with the reason. With `machine` a line for every
     operator names the kernels that compute it, or the reason why its primitives do; a model that has not run yet is run once.
@@ -45,7 +43,7 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
     `model` is a prepared or an integer model, or any graph between. Raises ConfigurationError for a model that is not a graph.
     """
     all_layers = layers(model)
-    rows = [row for layer, again in (((layer, ()) for layer in all_layers) if steps else alike(all_layers)) for row in _rows(layer, again)]
+    rows = [row for layer in all_layers for row in _rows(layer)]
     lines = [*aligned(rows), "", summary(all_layers)]
     fixed = [*assumptions(model)]
     for name, line in moved_by_forward(model).items():
@@ -54,18 +52,17 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
     lines.extend(f"fixed by the model's Python: {text}" for text in fixed)
     lines.extend(model_meta(model).get("not_done", ()))
     lines.extend(f"calibration: {text}" for text in model_meta(model).get("chosen", ()))
-    lines.extend(_on_this_machine(model, machine, steps))
+    lines.extend(_on_this_machine(model, machine))
     return "\n".join(lines) + "\n"
 
 
-def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str, str]]:
-    """Return the rows of inner tensors on another scale, then the operator's, once it is decided; `again` are its like at other steps."""
+def _rows(layer: Layer) -> list[tuple[str, str, str, str, str]]:
+    """Return the rows of inner tensors on another scale, then the operator's, once it is decided."""
     inner = [tensor for tensor in layer.intermediates if tensor.grid != layer.grid]
     rows = [(f"%{each.name}", "integer", each.grid.dtype, _scale(each.grid), _where(layer, f"inside of %{layer.name}")) for each in inner]
     if layer.reason or layer.grid is not None or layer.dynamic:
         reason = layer.reason or "; ".join([layer.part, *layer.notes] if layer.part else layer.notes)
         also = f"; holds {', '.join(layer.fused)}" if layer.reason and layer.fused else ""
-        also += f"; at {len(again) + 1} steps, up to %{again[-1].name}" if again else ""
         also += f"{'; ' if reason + also else ''}{coarse}" if (coarse := description(layer.parts)) else ""
         if layer.dynamic and layer.reason and layer.part:
             reason = f"{layer.part}; {reason}"
@@ -165,25 +162,17 @@ def _operator_run(layer: Layer, choices: Mapping[fx.Node, Choice], without: str)
     return OperatorRun(layer, kernels, primitives, moves, "; ".join(dict.fromkeys(reasons)), layer.macs * in_kernels)
 
 
-def _on_this_machine(model: fx.GraphModule, machine: bool, steps: bool) -> Iterator[str]:
+def _on_this_machine(model: fx.GraphModule, machine: bool) -> Iterator[str]:
     """Sentences about operators whose kernels are not used on this machine; with `machine`, about every operator.
 
-    With `machine` the model is run once, on zeros, if it has not run yet. Without `steps`, operators of a recurrence that are computed
-    alike at each of its steps have one sentence.
+    With `machine` the model is run once, on zeros, if it has not run yet.
     """
     runner = runner_of(model)
     if not machine and (runner is None or not runner.choices(model)):
         return
-    runs = {run.layer.name: run for run in operator_runs(model)}
-    all_layers = tuple(run.layer for run in runs.values())
-    for layer, again in ((layer, []) for layer in all_layers) if steps else alike(all_layers):
-        by_sentence: dict[str, list[str]] = {}
-        for each in (layer, *again):
-            run = runs[each.name]
-            if machine or any(choice.implementation is None for choice in run.kernels.values()):
-                by_sentence.setdefault(_sentence(run), []).append(each.name)
-        for sentence, (first, *others) in by_sentence.items():
-            yield f"%{first} {sentence}" + (f"; at {len(others) + 1} steps, up to %{others[-1]}" if others else "")
+    for each in operator_runs(model):
+        if machine or any(choice.implementation is None for choice in each.kernels.values()):
+            yield f"%{each.layer.name} {_sentence(each)}"
 
 
 def _sentence(run: OperatorRun) -> str:

@@ -5,7 +5,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import networkx as nx
 from torch import fx
@@ -79,7 +78,6 @@ class Layer:
     fused             the names of the nodes that were fused into it
     part              its name as a part of a composite operator ("softmax: exp"); "" if it is not a part
     inner             whether only other parts of its composite read it
-    step              the step of a recurrence at which it is computed, from 0; None for all others
     intermediates     the quantized tensors inside of it, in an integer model
     parts             for a tensor composed of several with one scale: their names, and each one's loss in dB against its own scale
 
@@ -106,7 +104,6 @@ class Layer:
     fused: tuple[str, ...]
     part: str = ""
     inner: bool = False
-    step: int | None = None
     intermediates: tuple[Intermediate, ...] = ()
     parts: tuple[tuple[str, float], ...] = ()
 
@@ -167,7 +164,7 @@ def _layer(
     return Layer(
         node.name, operator, dtype is not None, is_dynamic(model, node), at_boundary, shown, grid, shape, facts.source(node),
         facts.module_path(node), where, reason, remarks, noted(node, "accumulator_bits") or 0, macs, weight_bytes, activation_bytes,
-        facts.fused(node), str(facts.part(node) or ""), facts.is_inner_part(node), facts.step_of(node), intermediates,
+        facts.fused(node), str(facts.part(node) or ""), facts.is_inner_part(node), intermediates,
         coarser(model, node, nodes),
     )  # fmt: skip
 
@@ -202,37 +199,10 @@ def description(parts: tuple[tuple[str, float], ...]) -> str:
     return f"all its tensors share one scale: {' and '.join(lose)}; a rule that names it can give it more bits, or None" if lose else ""
 
 
-# ---- the operations of a recurrence that are alike at each of its steps ----------------------------------------------
-def alike(all_layers: tuple[Layer, ...]) -> list[tuple[Layer, list[Layer]]]:
-    """Return pairs of a layer and its repetitions: in a recurrence, a layer of the first step and its counterparts at later steps."""
-    grouped: list[tuple[Layer, list[Layer]]] = []
-    there: dict[Any, list[Layer]] = {}
-    at: dict[Any, int] = {}  # how many of a kind there were at the current step
-    number, before = 0, -1
-    for layer in all_layers:
-        if layer.step is None:
-            grouped.append((layer, []))
-            continue
-        if layer.step != before:
-            number, before, at = number + (layer.step < before), layer.step, {}
-        kind = number, layer.part, layer.reason, layer.notes, layer.grid, layer.dtype
-        at[kind] = at.get(kind, 0) + 1
-        if (kind, at[kind]) in there:
-            there[kind, at[kind]].append(layer)
-        else:
-            there[kind, at[kind]] = []
-            grouped.append((layer, there[kind, at[kind]]))
-    return grouped
-
-
 def recurrent_parts(all_layers: tuple[Layer, ...]) -> frozenset[str]:
-    """Return the names of all layers of recurrent composites, also of layers that are computed once for all steps."""
-    composites = {_composite(layer) for layer in all_layers if layer.step is not None}
-    return frozenset(layer.name for layer in all_layers if layer.part and _composite(layer) in composites)
-
-
-def _composite(layer: Layer) -> tuple[str, str]:
-    return layer.part.split(":", 1)[0], layer.module
+    """Return the names of all parts of recurrent layers and cells."""
+    recurrent = {name for name, operator in BY_NAME.items() if operator.recurs}
+    return frozenset(layer.name for layer in all_layers if layer.part.split(":", 1)[0] in recurrent)
 
 
 # ---- Partition of a model into segments, run one after another, each on one device: the target for integers, or the host for float

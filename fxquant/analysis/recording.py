@@ -167,16 +167,17 @@ class GraphForm(Form):
         return model_inputs(self.model, batch, index)
 
     def run(self, inputs: Sequence[Any], selection: Wanted) -> Values:
-        values, chosen = Values(), frozenset(selection.among(self.tensors))
+        values, chosen = dict[str, list[Tensor]](), frozenset(selection.among(self.tensors))
 
         def take(node: fx.Node, result: Any, read: tuple[Any, ...]) -> Any:
             if node.name in chosen and isinstance(result, Tensor) and (value := self._shown(node, result, selection.real)) is not None:
-                values[node.name] = value
+                values.setdefault(node.name, []).append(value)
             return result
 
         with torch.no_grad(), still(self.model, self.state), same_draws():
             result = Seen(self.model, take).run(*inputs)
-        return values | (outputs(result) if OUTPUTS in selection.kinds else {})
+        joined = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in values.items()}  # of a loop, all steps
+        return joined | (outputs(result) if OUTPUTS in selection.kinds else {})
 
     def _shown(self, node: fx.Node, value: Tensor, real: bool) -> Tensor | None:
         """Return a tensor as it is recorded; None where integers are wanted and it has none."""

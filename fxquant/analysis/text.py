@@ -16,8 +16,8 @@ from torch import fx, nn
 
 from fxquant.errors import ConfigurationError
 from fxquant.ir import graph as facts
-from fxquant.ir.graph import annotation, fact, is_parameter, origins, resolve, stage_of, step_of
-from fxquant.ir.integer import kernel, origin
+from fxquant.ir.graph import annotation, fact, is_parameter, origins, resolve, stage_of
+from fxquant.ir.integer import kernel
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME, Operator
 from fxquant.ops.core import parameters
@@ -28,16 +28,13 @@ from fxquant.support.arguments import TEXT, checked, instance
 
 
 @checked(gm=instance("a traced, prepared or integer model", fx.GraphModule))
-def text(gm: fx.GraphModule, *, steps: bool = False, kernels: str = "auto") -> str:
+def text(gm: fx.GraphModule, *, kernels: str = "auto") -> str:
     """Return the graph, one line per node; equal graphs give equal text. Raises ConfigurationError for a model that is not a graph.
 
-    The first two steps and the last one of a recurrence are written out, and with `steps` all of them: the others are like the second.
     With kernels="reference" an integer model is shown as a file holds it, by its primitives alone.
     """
-    left_out = {} if steps else _alike(gm)
     shows = kernels == "auto"
-    shown = [node for node in gm.graph.nodes if left_out.get(node) != ""]
-    rows = [_row(gm, node, shows) if node not in left_out else (left_out[node], "", "", "") for node in shown]
+    rows = [_row(gm, node, shows) for node in gm.graph.nodes]
     stage = (stage_of(gm) or "traced").lower()
     stage = "integer" if stage == "fused" and not shows else stage
     return "\n".join([f"graph   # {stage}", *("  " + line for line in aligned(rows, most=100))]) + "\n"
@@ -63,25 +60,6 @@ def aligned(rows: Sequence[Sequence[str]], most: int | None = None, left: int | 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Return rows under their head; the first `left` columns and the last are aligned to the left, all others to the right."""
     return "\n".join(aligned([head, *rows], left=left))
-
-
-def _alike(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    """Map nodes of the middle steps of recurrences (not the first two, not the last): the first node to one line for all, others to ""."""
-    names = {node.name: step_of(node) for node in gm.graph.nodes}
-    runs: list[list[tuple[fx.Node, int]]] = [[]]  # the steps of each recurrence, as they follow each other
-    for node in gm.graph.nodes:
-        step = names.get(origin(node))
-        if step is None or (runs[-1] and step < runs[-1][-1][1]):
-            runs.append([])
-        if step is not None:
-            runs[-1].append((node, step))
-    replaced: dict[fx.Node, str] = {}
-    for run in runs:
-        middle = [node for node, step in run if 1 < step < run[-1][1]]
-        if middle:
-            replaced |= dict.fromkeys(middle, "")
-            replaced[middle[0]] = f"…   # steps 2 to {run[-1][1] - 1}: {len(middle)} lines like those of step 1"
-    return replaced
 
 
 def _row(gm: fx.GraphModule, node: fx.Node, kernels: bool) -> tuple[str, str, str, str]:

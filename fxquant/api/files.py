@@ -144,7 +144,7 @@ def load(path: str | os.PathLike[str], *, kernels: str = "auto") -> Any:
 def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     """Write the graph's text to `path`/graph.txt, and its explanation to `path`/explain.txt; return the directory."""
     directory = Path(path)
-    write_files(directory, {"graph.txt": text(model, steps=True), "explain.txt": explain(model)})
+    write_files(directory, {"graph.txt": text(model), "explain.txt": explain(model)})
     return directory
 
 

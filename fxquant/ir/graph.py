@@ -237,7 +237,6 @@ class Part:
     composite: str  # the operator's name
     role: str  # the part's name
     inner: bool = True  # whether only other parts read its value; the last part's is the operator's result
-    step: int | None = None  # the step of a recurrence at which it is computed, from 0; None if it is computed once
 
     def __str__(self) -> str:
         return f"{self.composite}: {self.role}"
@@ -252,12 +251,6 @@ def is_inner_part(node: fx.Node) -> bool:
 def set_inner(node: fx.Node, inner: bool) -> None:
     """Write whether only other parts read the value of this part."""
     node.meta["part"] = replace(node.meta["part"], inner=inner)
-
-
-def step_of(node: fx.Node) -> int | None:
-    """Return the step (from 0) of the recurrence that the node is a part of; None for any other node."""
-    node_part = part(node)
-    return None if node_part is None else node_part.step
 
 
 def tie(node: fx.Node, name: str) -> None:

@@ -45,11 +45,13 @@ def end(frame: Frame) -> None:
 
 
 def body(start: fx.Node) -> list[fx.Node]:
-    """Return the nodes of a loop after its `begin`, the last of them its `end`."""
-    nodes, node = [], start
-    while not (node.target is end and node.args[0] is start):
-        node = node.next
+    """Return the nodes of a loop after its `begin`, the last one of which is its `end`; without one, all nodes after it."""
+    nodes, node = [], start.next
+    while node is not start.graph._root:
         nodes.append(node)
+        if node.target is end and node.args[0] is start:
+            break
+        node = node.next
     return nodes
 
 

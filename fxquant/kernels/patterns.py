@@ -338,7 +338,7 @@ def recurrence(root: fx.Node) -> Matched:
 
 
 def repeated(root: fx.Node) -> Matched:
-    """Match a loop of row-wise primitives, with those that compute its first step. The root is the first node that reads what it carried."""
+    """Match a loop of row-wise primitives, with its first step. The root is the first node that reads what the loop carried."""
     if root.target not in (loop.stack, loop.last):
         return None
     frame: Any = root.args[1]

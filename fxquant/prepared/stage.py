@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxquant.errors import ConfigurationError, ExportError, StageViolation
+from fxquant.ir import loops
 from fxquant.ir.graph import TensorFact, annotation, fact, is_deployed, is_parameter, model_meta, reads_shape_only, resolve, target_name
 from fxquant.ir.integer import QParams, kernel, kernel_results, qparams
 from fxquant.numerics.grids import PLAIN_TYPES, is_scale
@@ -158,6 +159,23 @@ def proved(gm: fx.GraphModule) -> Iterator[Violation]:
         yield Violation(node, because)
 
 
+def whole_loops(gm: fx.GraphModule) -> Iterator[Violation]:
+    """Require that each loop ends, holds no other one, and has as many steps as the sequences that it runs along."""
+    bodies = loops.bodies(gm.graph)
+    for start, nodes in bodies.items():
+        inside, count = {*nodes}, fact(start.args[0]) if isinstance(start.args[0], fx.Node) else start.args[0]
+        if not nodes or nodes[-1].target is not loops.end or any(node.target in (loops.begin, loops.end) for node in nodes[:-1]):
+            yield Violation(start, "its loop does not end, or is not the only one there")
+            continue
+        for user in start.users:
+            name = called(gm, user).removeprefix("loop_")
+            if (user in inside) != (name not in ("last", "stack")):
+                yield Violation(user, f"it is not where a {name} of a loop is")
+            sequence, dim = (user.args[0], user.args[2]) if name == "item" else (user, user.args[3]) if name == "stack" else (None, 0)
+            if sequence is not None and fact(sequence).shape[dim] != count:
+                yield Violation(user, f"its sequence has {fact(sequence).shape[dim]} steps, and the loop {count}")
+
+
 def kernels_of_their_own(gm: fx.GraphModule) -> Iterator[Violation]:
     """Require that a kernel covers primitives of the graph, and that nodes outside of the kernel read its results alone."""
     nodes = {node.name: node for node in gm.graph.nodes}
@@ -199,8 +217,8 @@ SPECS: dict[Stage, tuple[Rule, ...]] = {
     Stage.CANONICAL: (consistent, canonical_spelling, tensors_have_facts),
     Stage.ANNOTATED: (consistent, canonical_spelling, tensors_have_facts, annotated),
     Stage.BOUNDED: (consistent, canonical_spelling, tensors_have_facts, annotated, bounded, one_scale_per_group),
-    Stage.PREPARED: (consistent, prepared_operators),
-    Stage.INTEGER: (consistent, only_primitives, proved),
+    Stage.PREPARED: (consistent, whole_loops, prepared_operators),
+    Stage.INTEGER: (consistent, only_primitives, whole_loops, proved),
     Stage.FUSED: (consistent, only_primitives, kernels_of_their_own),
 }
 

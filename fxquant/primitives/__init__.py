@@ -52,9 +52,9 @@ from fxquant.primitives import (
 from fxquant.primitives.record import BY_NAME, POINTWISE, PRIMITIVES, Emitter, Primitive, Role, ZeroPoint, primitive, role_of
 
 __all__ = [
-    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison", "elementwise", "loop", "pool",
-    "position", "primitive", "product", "quantization", "resize", "role_of", "runtime_scales", "sampling", "scatter", "selection", "shape",
-    "transposed", "varying", "whole",
+    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison", "elementwise", "loop",
+    "pool", "position", "primitive", "product", "quantization", "resize", "role_of", "runtime_scales", "sampling", "scatter", "selection",
+    "shape", "transposed", "varying", "whole",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Primitives between the steps of a loop and the tensors around it; see `ir.loops`. A frame of None is that of a loop without further steps."""
+"""Primitives between the steps of a loop and the tensors around it; see `ir.loops`. A frame of None has no further steps."""
 
 from typing import Any
 

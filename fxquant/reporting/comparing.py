@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor, fx
 
 from fxquant.accuracy.measure import Parts, is_real
-from fxquant.analysis.layers import GRAPH, alike, layers, recurrent_parts
+from fxquant.analysis.layers import GRAPH, layers, recurrent_parts
 from fxquant.analysis.recording import Facts, Form, GraphForm, Values
 from fxquant.errors import Interrupted
 from fxquant.ir.graph import stage_of
@@ -77,8 +77,6 @@ class Pairing:
     def __init__(self, left: Form, right: Form, prepared: fx.GraphModule | None) -> None:
         self.left, self.right, self.forms = left, right, [left]
         references = {name: Reference(left, other, shift(left, right, name, other)) for name, other in pairs(left, right).items()}
-        # For a tensor of a later step of a recurrence, the name of the corresponding one of the first step.
-        self.firsts: dict[str, str] = {}
         self.parts: frozenset[str] = frozenset()  # the names of parts of recurrences that the left form does not have
         self.limits: dict[str, tuple[float, float]] = {}  # the interval of a tensor's values that its readers distinguish
         # The statistics of each pair by the right form's name, of each output, and of each part of an output.
@@ -86,9 +84,7 @@ class Pairing:
         self.outputs: Parts | None = None  # the parts of outputs, from the first batch on
         model = right.model if isinstance(right, GraphForm) else None
         if model is not None:
-            all_layers = layers(model)
-            self.firsts = {other.name: layer.name for layer, others in alike(all_layers) for other in others}
-            self.parts = recurrent_parts(all_layers) & right.facts.keys() - references.keys()
+            self.parts = recurrent_parts(layers(model)) & right.facts.keys() - references.keys()
             prepared = model if stage_of(model) == "PREPARED" else prepared
         self.whole = prepared or model  # the graph from which parts of outputs are read, or None
         operators = {} if prepared is None else quantized_operators(prepared)
@@ -121,12 +117,11 @@ class Pairing:
                     continue
                 if name in self.limits:
                     reference, value = (each.clamp(*self.limits[name]) for each in (reference, value))
-                first = self.firsts.get(name, name)
-                if first not in self.seen:
-                    facts = self.right.facts.get(first)
+                if name not in self.seen:
+                    facts = self.right.facts.get(name)
                     axis = None if reference.dim() < 2 else 1 if reference.dim() > 3 else -1  # of channels: after the batch in maps
-                    self.seen[first] = TensorStatistics(None if facts is None else facts.grid, axis)
-                self.seen[first].add(shifted(reference, pair.factors), value)
+                    self.seen[name] = TensorStatistics(None if facts is None else facts.grid, axis)
+                self.seen[name].add(shifted(reference, pair.factors), value)
             for name, reference, value in self._parts(batch, index, mine[self.left], theirs):
                 self.seen.setdefault(name, TensorStatistics(None, None)).add(reference, value)
         return inputs, theirs
@@ -160,17 +155,12 @@ class Pairing:
         return Effects(self.left, inputs, others, results, self.outputs)
 
     def judged(self) -> list[Judged]:
-        """Return the pairs in the order of the right form, one for tensors of a recurrence that are alike."""
-        members: dict[str, list[Reference]] = {}
-        for name, pair in self.pairs.items():
-            members.setdefault(self.firsts.get(name, name), []).append(pair)
-        tensors = []
-        for name, (first, *later) in members.items():
-            if name in self.seen:
-                references = (first.name, *(each.name for each in later))
-                is_input = first.name in self.left.input_names
-                tensors.append(Judged(name, self.right.facts[name], self.seen[name], references, is_input, self.pairs[name].factors))
-        return tensors
+        """Return the pairs in the order of the right form."""
+        return [
+            Judged(name, self.right.facts[name], self.seen[name], pair.name, pair.name in self.left.input_names, pair.factors)
+            for name, pair in self.pairs.items()
+            if name in self.seen
+        ]
 
     def of_left(self, tensors: Iterable[Judged]) -> list[Judged]:
         """Return the tensors whose reference is in the left form."""
@@ -191,7 +181,7 @@ class Comparison(Mapping[str, LayerComparison]):
     """The result of `compare`: a layer by its name, in the order they run; prints as a table of the worst, and the advice.
 
     labels      names of the two forms
-    layers      a row for each tensor that both forms have; one row for the corresponding tensors of a recurrence's steps
+    layers      a row for each tensor that both forms have; of a tensor in a loop at all steps
     outputs     a row for each output
     verdict     the grade of the outputs, and the composition of their noise if no single layer dominates; None if the models return
                 no floating-point tensors
@@ -232,8 +222,7 @@ class Comparison(Mapping[str, LayerComparison]):
         for layer in (*self.worst(SHOWN), *self.outputs) if self.layers else self.outputs:
             ratios = (in_decibels(layer.sqnr), in_decibels(layer.own))
             numbers = (*ratios, _short(layer.steps), *(_short(100 * share, "{:.2g} %") for share in (layer.clipped, layer.zeroed)))
-            name = f"{layer.name} (at {layer.times} steps)" if layer.times > 1 else layer.name
-            table.add_row(name, grid_text(layer.grid), f"{layer.cosine:.5f}", *numbers, _short(layer.reach), layer.error)
+            table.add_row(layer.name, grid_text(layer.grid), f"{layer.cosine:.5f}", *numbers, _short(layer.reach), layer.error)
         return table
 
     def __str__(self) -> str:
@@ -379,13 +368,10 @@ def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: f
         advice = (*held_together(asked, effects, cures), *advise(asked, effects, cures))
         advice += tuple(quiet_channels(asked, effects, cures, [each.layer for each in advice]))
     measured = {} if effects is None else effects.measured
-    rows = tuple(
-        row(each.name, each.reference, each.facts, each.statistics, measured.get(each.name, math.nan), len(each.references))
-        for each in tensors
-    )
+    rows = tuple(row(each.name, each.reference, each.facts, each.statistics, measured.get(each.name, math.nan)) for each in tensors)
     ends = tuple(row(name, name, Facts("output"), statistics) for name, statistics in outputs.items())
     verdict = verdict_on([end for end in ends if outputs[end.name].real])
     labels = (pairing.left.label, pairing.right.label)
     hidden = 0 if len(pairing.forms) > 1 else len(pairing.parts)
-    unmatched = tuple(name for name in pairing.right.facts if pairing.firsts.get(name, name) not in pairing.seen)
+    unmatched = tuple(name for name in pairing.right.facts if name not in pairing.seen)
     return Comparison(labels, rows, ends, advice, unmatched, count, pairing.seen, verdict, hidden)

@@ -64,7 +64,7 @@ class Effects:
     def of_grids(self, tensors: Iterable[Judged], steps: Steps | None = None) -> float:
         """Return the effect of quantizing these tensors together, each with its own scale, or all with `steps`."""
         with_grids = [(each, grid) for each in tensors if (grid := steps or each.statistics.steps) is not None]
-        grids = {reference: (grid, each.factors) for each, grid in with_grids for reference in each.references}
+        grids = {each.reference: (grid, each.factors) for each, grid in with_grids}
         return self.distance(self._run(grids, lambda name, value, read: _rounded(value, *grids[name])))
 
     def of(self, tensor: Judged) -> float:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import networkx
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.analysis.explain import findings
-from fxquant.analysis.layers import Layer, alike, layers, left_in_float
+from fxquant.analysis.layers import Layer, layers, left_in_float
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fused, made_by, model_meta, resolve, stage_of
 from fxquant.ir.integer import operation
@@ -63,7 +62,7 @@ def contents(
         "advice": [{key: getattr(each, key) for key in ADVICE} for each in (() if comparison is None else comparison.advice)],
         "compared": comparison is not None,
         "nodes": [
-            {"name": name, "x": x, "y": y, **_node(shown.layers.get(name), compared.get(name), name, shown.times.get(name, 1))}
+            {"name": name, "x": x, "y": y, **_node(shown.layers.get(name), compared.get(name), name)}
             for name, (x, y) in ((name, shown.places[name]) for name in names)
         ],
         "edges": [shown.path(one, other) for one, other in shown.graph.edges],
@@ -109,7 +108,7 @@ def _form(label: str, comparison: Comparison) -> list[Any]:
     return [label, f"{equal} of {len(tensors)} tensors equal", outputs]
 
 
-def _node(layer: Layer | None, compared: LayerComparison | None, name: str, times: int) -> dict[str, Any]:
+def _node(layer: Layer | None, compared: LayerComparison | None, name: str) -> dict[str, Any]:
     if layer is None:
         return {"operator": "output" if name == "output" else "input", "kind": "end"}
     data: dict[str, Any] = {
@@ -123,7 +122,7 @@ def _node(layer: Layer | None, compared: LayerComparison | None, name: str, time
         "bytes": layer.weight_bytes,
         "source": layer.source,
         "module": layer.module,
-        "why": "; ".join([layer.reason or "; ".join(layer.notes), *([f"at {times} steps"] if times > 1 else [])]),
+        "why": layer.reason or "; ".join(layer.notes),
     }
     if compared is not None:
         keys = ("sqnr", "own", "cosine", "steps", "clipped", "zeroed", "reach", "error", "effect", "try_this", "reference")
@@ -281,7 +280,6 @@ class Drawing:
     layers: Mapping[str, Layer]  # the facts of each operator, by name; inputs and the output have none
     places: Mapping[str, tuple[float, float]]  # x and y of each; rows are one apart, and the first is at y = 0, the next at -1
     lanes: Mapping[tuple[str, str], float]  # for each edge that passes rows: the x at which it passes between their boxes
-    times: Mapping[str, int]  # the number of steps for an operation of a recurrence, where only the first step is drawn
 
     def path(self, one: str, other: str) -> list[tuple[float, float]]:
         """Return the points of an edge: straight to the next row, or through a lane around the boxes of the rows between."""
@@ -296,38 +294,22 @@ class Drawing:
 
 
 def drawing(model: fx.GraphModule) -> Drawing:
-    """Lay out the operators of a graph at any stage, with inputs and output. Linear in nodes, edges, and rows that edges pass.
-
-    The corresponding operations of a recurrence's steps are one node, and there are no edges from one step to the next.
-    """
+    """Lay out the operators of a graph at any stage, with inputs and output. Linear in nodes, edges, and rows that edges pass."""
     every = layers(model)
-    groups = [(layer, others) for layer, others in alike(every) if others]
-    firsts = {other.name: layer.name for layer, others in groups for other in others}
-    graph = operator_graph(model, every, firsts)
+    graph = operator_graph(model, every)
     places = _places(graph)
-    by_name = {layer.name: layer for layer in every if layer.name not in firsts}
-    times = {layer.name: len(others) + 1 for layer, others in groups}
-    return Drawing(graph, by_name, places, _lanes(graph, places), times)
+    return Drawing(graph, {layer.name: layer for layer in every}, places, _lanes(graph, places))
 
 
-def operator_graph(model: fx.GraphModule, every: tuple[Layer, ...], firsts: Mapping[str, str] = MappingProxyType({})) -> networkx.DiGraph:
-    """Return the graph of names of operators, inputs and the output, with an edge for each value that one reads of another.
-
-    `firsts` names, for operators that have no node of their own, the earlier one that stands for them.
-    """
+def operator_graph(model: fx.GraphModule, every: tuple[Layer, ...]) -> networkx.DiGraph:
+    """Return the graph of names of operators, inputs and the output, with an edge for each value that one reads of another."""
     names = {layer.name for layer in every}
     graph = networkx.DiGraph()
-    order: dict[str, int] = {}
     shown: dict[fx.Node, frozenset[str]] = {}  # the operators that a node's value comes from
     for node in model.graph.nodes:
         read = frozenset[str]().union(*(shown.get(operand, frozenset()) for operand in node.all_input_nodes))
-        if node.name in firsts:
-            first = firsts[node.name]
-            graph.add_edges_from((name, first) for name in sorted(read) if order[name] < order[first])
-            shown[node] = frozenset([first])
-        elif node.name in names or node.op in ("placeholder", "output"):
+        if node.name in names or node.op in ("placeholder", "output"):
             graph.add_node(node.name)
-            order[node.name] = len(order)
             graph.add_edges_from((name, node.name) for name in sorted(read))
             shown[node] = frozenset([node.name])
         else:

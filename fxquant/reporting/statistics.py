@@ -212,7 +212,6 @@ class LayerComparison:
     effect      the noise-to-signal ratio at the outputs from quantizing this tensor alone, if it was measured; else NaN
     try_this    advice to improve this layer; "" if it has no quantization error
     low, high   the ends of the reference
-    times       the number of tensors in this row: the corresponding ones of a recurrence's steps
     """
 
     name: str
@@ -237,10 +236,9 @@ class LayerComparison:
     try_this: str
     low: float
     high: float
-    times: int = 1
 
 
-def row(name: str, reference: str, facts: Facts, data: TensorStatistics, effect: float = math.nan, times: int = 1) -> LayerComparison:
+def row(name: str, reference: str, facts: Facts, data: TensorStatistics, effect: float = math.nan) -> LayerComparison:
     """Return the row of a tensor; `effect` is its effect on the outputs, NaN where that was not measured."""
     count = max(data.elements - data.not_a_number - data.infinite, 1)
     noise = data.truncation + data.rounding
@@ -255,7 +253,7 @@ def row(name: str, reference: str, facts: Facts, data: TensorStatistics, effect:
     return LayerComparison(
         name, reference, facts.operator, dtype, facts.grid, facts.source, facts.because, data.elements,
         cosine, sqnr_of(data.signal, data.noise), data.noise / count, data.largest, steps, own, clipped, zeroed, data.reach,
-        error, effect, _try(error, data), data.low, data.high, times,
+        error, effect, _try(error, data), data.low, data.high,
     )  # fmt: skip
 
 

@@ -120,14 +120,9 @@ class Judged:
     name: str  # in the second form
     facts: Facts  # of it there
     statistics: TensorStatistics  # of it and its reference
-    references: tuple[str, ...]  # the names of that in the first form: of a tensor inside of a recurrence at each step, else one
+    reference: str  # the name of that in the first form
     is_input: bool  # whether that is an input of the model
     factors: Tensor | None  # the exponents that the reference is multiplied by 2 to; None without any
-
-    @property
-    def reference(self) -> str:
-        """The first of `references`."""
-        return self.references[0]
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -105,7 +105,7 @@ def causes_of(
 def _kinds(tensors: Sequence[Judged], effects: Effects, total: float) -> _Share:
     """Return whether activations make most of the noise, or weights."""
     share = min(ratio(effects.of_grids(tensors), total), 1.0)
-    count = len({reference for each in tensors if each.statistics.steps is not None for reference in each.references})
+    count = len({each.reference for each in tensors if each.statistics.steps is not None})
     spread = f"the noise is spread over {count} tensors: rounding activations makes about {100 * share:.0f} % of it"
     rest = f"weights, biases and tensors inside operators {100 * (1 - share):.0f} %"
     return f"{spread}, {rest}", OF_ACTIVATIONS if share >= 0.5 else OF_WEIGHTS
@@ -120,7 +120,7 @@ def _range(tensors: Sequence[Judged], errors: Mapping[str, Tensor], effects: Eff
     ends = [round(len(there) * index / count) for index in range(count + 1)]
     segments = [there[first:last] for first, last in itertools.pairwise(ends)]
     shares = [
-        effects.of_errors({name: errors[name] for each in segment for name in each.references if name in errors})
+        effects.of_errors({each.reference: errors[each.reference] for each in segment if each.reference in errors})
         for segment in progress(segments, count, "where the noise is", show_progress)
     ]
     windows = [(last - first, -sum(shares[first:last]), first) for first in range(count) for last in range(first + 1, count + 1)]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxquant.frontend.opaque import WRAPPED, Wrapped
-from fxquant.ir import functional
+from fxquant.ir import functional, loops
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.ops import FUNCTIONS, METHODS, OPERATORS
 from fxquant.ops.core.parameters import FUNCTIONS as OF_PARAMETERS
@@ -84,6 +84,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         table.update(_listed(space, home, names))
     for space, home, _ in homes:
         table.update(_spelling(space, home))
+    table.update({f"loop:{function.__name__}": function for function in (loops.begin, loops.end)})
     table.update({f"stub:{function.__name__}": function for function in functional.STUBS})
     table.update({f"parameters:{function.__name__}": function for function in OF_PARAMETERS})
     table.update({f"operator:{record.name}": function for function, record in OPERATORS.items()})

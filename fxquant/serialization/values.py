@@ -49,7 +49,7 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
     QConfig: {"output": (ActivationConfig,), "weight": (WeightConfig,), "input": (ActivationConfig, NoneType), "dynamic": (bool,)},
     Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType), "on_host": (bool,)},
     QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType), "zero_point": (int, tuple)}, Reference: {"node": (str,)},
-    Part: {"composite": (str,), "role": (str,), "inner": (bool,), "step": (int, NoneType)},
+    Part: {"composite": (str,), "role": (str,), "inner": (bool,)},
     Own: {
         "dtype": (str, NoneType), "shared_where": (str, NoneType), "otherwise": (str, NoneType), "headroom": (float,),
         "limit": (float, NoneType),
@@ -61,6 +61,7 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
 }  # fmt: skip
 # Fields that are written only where they are otherwise.
 _USUAL: Mapping[type, Mapping[str, Any]] = {QConfig: {"dynamic": False}, Own: {"limit": None}, Annotation: {"on_host": False}}
+_FORMER = {(Part, "step")}  # of which files of earlier versions tell, and nothing reads any more
 _RECORDS_BY_NAME = {kind.__name__: kind for kind in RECORDS}
 
 
@@ -195,6 +196,7 @@ def _decode_group(kind: str, items: list[Any]) -> Any:
 
 def _decode_record(kind: type, content: dict[str, Any], depth: int) -> Any:
     fields = RECORDS[kind]
+    content = {name: item for name, item in content.items() if (kind, name) not in _FORMER}
     usual = _USUAL.get(kind, {})
     if list(content) != [name for name in fields if name in content or name not in usual]:
         raise Malformed(f"a {kind.__name__} has the fields {', '.join(fields)}")

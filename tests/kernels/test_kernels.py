@@ -299,7 +299,7 @@ def test_a_network_of_sequences_has_the_bits_of_its_primitives(target: str) -> N
         assert_same(integer, reference, images(batch, 3, 90, seed=batch))
     assert_same(integer, reference, images(90, 3, 2).permute(2, 1, 0))
     kernels = {kernel for choice in choices(integer).values() if choice.implementation is not None and (kernel := choice.kernel)}
-    assert not IN_C or kernels == {each.name for each in backends.kernels()} - {"dynamic layer", "product", "recurrence"}
+    assert not IN_C or kernels == {each.name for each in backends.kernels()} - {"dynamic layer", "loop", "product", "recurrence"}
     assert [name for name, choice in choices(integer).items() if choice.disagrees] == []
 
 
@@ -653,7 +653,7 @@ def test_explain_has_a_reason_for_every_operator_without_a_kernel(target: str) -
         uneven=nn.AvgPool2d(3, 2, 1, count_include_pad=False), up=nn.ConvTranspose2d(3, 4, 2, 2),
     )  # fmt: skip
     integer, _ = both(several, target, (ordinary(2, 3, 8, 8), ordinary(2, 3, 7)))
-    lines = {line.split()[0]: line for line in fxq.explain(integer, machine=True, steps=True).split("\n\n")[1].splitlines()}
+    lines = {line.split()[0]: line for line in fxq.explain(integer, machine=True).split("\n\n")[1].splitlines()}
     runs = operator_runs(integer)
     assert [run.layer.name for run in runs if f"%{run.layer.name}" not in lines] == []
     assert [run.layer.name for run in runs if not run.fast and not run.moves and run.because not in lines[f"%{run.layer.name}"]] == []
@@ -719,7 +719,7 @@ def test_the_stage_and_the_reference_graph() -> None:
     assert Stage.FUSED > Stage.INTEGER
     assert [node.format_node() for node in fused.graph.nodes] == [node.format_node() for node in reference.graph.nodes]
     assert all(kernel(node) is None for node in reference.graph.nodes)
-    kernels = {each.name for each in backends.kernels()} - {"dynamic layer", "product", "recurrence", "rows"}  # which others hold
+    kernels = {each.name for each in backends.kernels()} - {"dynamic layer", "loop", "product", "recurrence", "rows"}  # which others hold
     assert {name for node in fused.graph.nodes if (name := (kernel(node) or ("",))[0])} == kernels
     assert "# kernel: sum of products" in fxq.text(fused)
 

@@ -198,8 +198,8 @@ def test_a_text_is_read_back(step: Pass) -> None:
     gm = run_up_to(step)
     gm.meta["stage"] = PREPARE[PREPARE.index(step) - 1].reaches.name
     held = {**HELD, **dict(gm.named_modules()), **dict(gm.named_parameters()), **dict(gm.named_buffers())}
-    text = fxq.text(gm, steps=True)
-    assert fxq.text(fxq.inspect.parse(text, held), steps=True) == text
+    text = fxq.text(gm)
+    assert fxq.text(fxq.inspect.parse(text, held)) == text
 
 
 def test_a_text_of_an_integer_graph_is_a_graph_with_its_bits() -> None:

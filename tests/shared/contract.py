@@ -128,7 +128,7 @@ def assert_validate_is_integer(prepared: fx.GraphModule, integer: fx.GraphModule
     fxq.set_state(prepared, fxq.State.VALIDATE)
     with torch.no_grad():
         assert all_equal(prepared(*inputs), integer(*inputs))
-        real, integers = operator_outputs(prepared, *inputs), graph_values(integer, *inputs)
+        real, integers = operator_outputs(prepared, *inputs), graph_values(integer, *inputs)  # of a loop, what its last step gave
     nodes = {node.name: node for node in integer.graph.nodes}
     compared = [name for name in real if name in nodes and qparams(nodes[name]) is not None]
     for name in compared:

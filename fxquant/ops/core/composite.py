@@ -28,7 +28,6 @@ class Builder:
     parts        the nodes that were made, in order, without those that are computed from parameters alone
     real         whether the parts compute on float values, where a change of grid does nothing and other composites are not expanded
     normalizes_items  whether norms bring the items of a batch to one magnitude; see `Target.normalizes_items`
-    step         the step of a recurrence that is being written, counted from 0; None outside of it
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class Builder:
         self.made_by, self.real, self.normalizes_items = made_by, real, normalizes_items
         self._within = ""  # the nested composites that are being written, as the prefix of a role
         self.parts: list[fx.Node] = []
-        self.step: int | None = None
         self._made: list[fx.Node] = []  # all of them
         self._ties = 0
 
@@ -65,7 +63,7 @@ class Builder:
         if added.all_input_nodes and all(map(is_parameter, added.all_input_nodes)):
             mark_parameter(added)
             return added
-        graph.set_part(added, graph.Part(self.name, self._within + record.name, step=self.step))
+        graph.set_part(added, graph.Part(self.name, self._within + record.name))
         graph.spell(added, *graph.spelling(self.node))
         if demand is not None:
             state_demand(added, demand)
