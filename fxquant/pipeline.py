@@ -104,7 +104,7 @@ class Dial:
     def write(self, name: str, gm: fx.GraphModule) -> None:
         """Write the graph as NN-name.txt if dumping is on."""
         if self.dump is not None:
-            write_file(self.dump / f"{self.count:02d}-{name}.txt", text(gm, steps=True))
+            write_file(self.dump / f"{self.count:02d}-{name}.txt", text(gm))
         self.count += 1
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends import get as get_target
+from fxquant.ir import loops
 from fxquant.ir.graph import Annotation, TensorFact, annotate, annotation, fact, set_fact
 from fxquant.ir.integer import set_kernel
 from fxquant.ops import BY_NAME
@@ -62,6 +63,11 @@ def leave_an_operator(gm: fx.GraphModule) -> None:
     change(gm, "pool", op="call_module", target="left")
 
 
+def begin_a_loop(gm: fx.GraphModule) -> None:
+    with gm.graph.inserting_before(node(gm, "pool")):
+        gm.graph.call_function(loops.begin, (3,))
+
+
 def in_group(gm: fx.GraphModule, name: str, group: int) -> None:
     annotate(node(gm, name), replace(annotation(node(gm, name)), group=group))
 
@@ -85,6 +91,7 @@ BREAKS: list[tuple[Stage, str, Break]] = [
     (Stage.PREPARED, "call_an_operator_directly", lambda gm: change(gm, "pool", op="call_function", target=BY_NAME["max_pool2d"].function)),
     (Stage.PREPARED, "set_a_negative_scale", lambda gm: gm.quantized.conv.output.base_scale.fill_(-0.5)),
     (Stage.PREPARED, "set_an_infinite_scale", lambda gm: gm.quantized.head.output.base_scale.fill_(float("inf"))),
+    (Stage.PREPARED, "begin_a_loop_that_does_not_end", begin_a_loop),
     (Stage.INTEGER, "leave_an_operator", leave_an_operator),
     (Stage.INTEGER, "make_an_accumulator_float", lambda gm: as_float(gm, "conv_convolution")),
     (Stage.INTEGER, "forget_a_dtype", lambda gm: set_fact(node(gm, "conv"), None)),
