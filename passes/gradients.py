@@ -5,7 +5,7 @@
 %b = call_module b(%detach)
 
 A node is detached where all its readers are, so that nothing separates operators that are fused. Where one reader has gradients
-and another has none, an identity remains for the latter. Hooks and custom backwards are identities, too, until operators observe.
+and another has none, an identity remains for the latter. Custom backwards are identities, too, until operators observe.
 """
 
 import math
@@ -118,7 +118,7 @@ def _move_to_output(node: fx.Node, operand: fx.Node, change: str) -> None:
 
 
 def _replace_rule(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
-    """Replace a hook or a custom backward by an identity; further operands of the latter are read by a node for training alone."""
+    """Replace a custom backward by an identity; further operands of the latter are read by a node for training alone."""
     operand, *others = node.args
     assert isinstance(operand, fx.Node)
     if facts.is_detached(node):
@@ -141,7 +141,7 @@ def _replace_rule(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
 
 
 def move(gm: fx.GraphModule, context: Context) -> int:
-    """Move every hook or custom backward between an operator and a clamp that is fused into it after the clamp."""
+    """Move every custom backward between an operator and a clamp that is fused into it after the clamp."""
     changes = 0
     for node in list(gm.graph.nodes):
         if not facts.gradient_changes(node) or node.op == "output":

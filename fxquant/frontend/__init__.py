@@ -5,7 +5,7 @@ numbers; if these runs disagree, the node's `fact` is None. Operations that forw
 trace, in a module next to the graph. Tensors that forward changes in train mode are detected by calling it once on copies (`state`).
 
 Gradient rules are in the graph. The tracer inserts a `detach` between a region without gradients and its readers, and a module
-(`numerics.rounding`) for a hook, a custom `torch.autograd.Function` or an in-place change without gradients. `gradients.mark` turns
+(`numerics.rounding`) for a custom `torch.autograd.Function` or an in-place change without gradients. `gradients.mark` turns
 detaches into annotations, which prevent no fusion and change no bits: a node that all its readers detach is computed under
 `torch.no_grad()`, and a fused operator detaches some of its arguments. If only some readers detach a tensor, an identity with its scale
 stays. The modules are identities until `gradients.attach` restores them between the operators of the prepared model, on dequantized
@@ -90,7 +90,7 @@ def _traced(
     hooked = with_backward_hooks(model)
     if hooked:
         logger.warning(
-            "backward hooks have no effect in the new model: those of %s; call register_hook on a tensor in forward instead",
+            "backward hooks have no effect in the new model: those of %s; write a torch.autograd.Function in forward instead",
             ", ".join(path or "the model itself" for path in hooked),
         )
     hooked = [name for name, parameter in model.named_parameters() if parameter._backward_hooks or parameter._post_accumulate_grad_hooks]

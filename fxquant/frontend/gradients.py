@@ -1,28 +1,25 @@
-"""Gradients in forward: regions without gradients, hooks on tensors, and custom functions with a backward of their own.
+"""Gradients in forward: regions without gradients, and custom functions with a backward of their own.
 
 with torch.no_grad(): y = self.a(x)        %a = call_module a(%x)
 return self.b(y)                           %detach = call_method detach(%a)
                                            %b = call_module b(%detach)
 """
 
-import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 from fxquant.frontend.arguments import ATOMS, is_tracked
 from fxquant.frontend.values import BatchNumber, TracedTensor, Value, active, is_tracing, refuse
 from fxquant.ir import graph
 from fxquant.ir.functional import stopped
 from fxquant.ir.graph import TensorFact
-from fxquant.numerics.rounding import CustomBackward, GradientHooks, GradientRule, Overwritten, Slot
+from fxquant.numerics.rounding import GradientRule, Slot
 
 _COPIES = frozenset(("clone", "view_as", "contiguous", "alias", "detach"))
 
@@ -43,7 +40,6 @@ class Gradients:
         self.switched, self._taken = False, names
         self._without: set[fx.Node] = set()
         self._asked: set[fx.Node] = set()  # nodes on which forward called `requires_grad_`
-        self._hooks = OrderedDict[int, tuple[fx.Node, Callable[..., Any]]]()  # by the number of its handle
 
     def describe(self, node: fx.Node) -> None:
         """Note in which gradient mode a new node is computed."""
@@ -73,12 +69,6 @@ class Gradients:
             visited.update(each.all_input_nodes)
         return False
 
-    def hook(self, node: fx.Node, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register a hook on the gradient of a node's tensor."""
-        handle = RemovableHandle(self._hooks)
-        self._hooks[handle.id] = node, hook
-        return handle
-
     def add(self, rule: GradientRule, name: str) -> str:
         """Store a gradient rule in `rules` under a free path, and return the path, at which the graph calls it."""
         base = "gradient_" + "".join(letter if letter.isalnum() else "_" for letter in name)
@@ -90,17 +80,8 @@ class Gradients:
         return path
 
     def finish(self, recorded: fx.Graph) -> None:
-        """Write hooks, and the ends of regions without gradients, into the graph."""
+        """Write the ends of regions without gradients into the graph."""
         self.lines = self.lines if self.switched else {}
-        for node in dict.fromkeys(node for node, _ in self._hooks.values()):
-            rule = GradientHooks([hook for hooked, hook in self._hooks.values() if hooked is node])
-            with recorded.inserting_after(node):
-                called = recorded.create_node("call_module", self.add(rule, "hook"), (node,))
-            _take_facts(called, node)
-            if node in self._without:
-                self._without.add(called)
-            for user in [user for user in node.users if user is not called]:
-                user.replace_input_with(node, called)
         for node in list(recorded.nodes):
             if node in self._without and not is_stop(node):
                 self._end(recorded, node)
@@ -147,43 +128,17 @@ def about_gradients(handler: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Apply a tensor function that only concerns gradients to the trace; return NotImplemented for any other function."""
     name = getattr(func, "__name__", "")
     if name == "register_hook":
-        return _register_hook(handler, *args, **kwargs)
+        _refuse_hook()
     if name in _NOT_KEPT and getattr(torch.Tensor, name, None) is func:
         handler.warn(f"{name} does nothing in the prepared model: {_NOT_KEPT[name]}")
         return None
     return NotImplemented
 
 
-def _register_hook(handler: Any, tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-    tensor = handler.memory.current(tensor)
-    if not isinstance(tensor, TracedTensor):
-        because = "every call would add another hook to it"
-        remedy = "register it once, outside of forward, on the parameter of the prepared model"
-        refuse("forward registers a hook on a parameter or a buffer", because=because, remedy=remedy)
-    if any(isinstance(value, TracedTensor) for value in _captured(hook)):
-        because = "the hook is called in the backward pass, when the graph no longer holds that tensor for it"
-        remedy = "write the function and its backward as a torch.autograd.Function, which saves the tensor in its context"
-        refuse("a hook on a gradient reads a tensor that forward computes", because=because, remedy=remedy)
-    if any(isinstance(value, nn.Module) for value in _captured(hook)):
-        name = getattr(hook, "__qualname__", type(hook).__name__)
-        handler.warn(f"the hook {name} sees a copy of the module that registers it: what it stores there is not in your model")
-    handler.memory.refresh(tensor)
-    return handler.gradients.hook(tensor.node, hook)
-
-
-def _captured(hook: Any) -> Iterator[Any]:
-    """Yield the values that a function carries with it."""
-    if isinstance(hook, MethodType):
-        yield hook.__self__
-        yield from _captured(hook.__func__)
-    elif isinstance(hook, FunctionType):
-        for cell in hook.__closure__ or ():
-            with contextlib.suppress(ValueError):  # an empty cell
-                yield from tree_leaves(cell.cell_contents)
-        yield from tree_leaves(hook.__defaults__)
-    elif hasattr(hook, "func") and hasattr(hook, "keywords"):  # functools.partial
-        yield from tree_leaves((hook.args, hook.keywords))
-        yield from _captured(hook.func)
+def _refuse_hook() -> NoReturn:
+    because = "a graph has no place for it, and the gradients of TRAIN would be other ones than the float model's"
+    remedy = "write the function and its backward as a torch.autograd.Function, or register it in a forward hook of the prepared model"
+    refuse("forward registers a hook on the gradient of a tensor", because=because, remedy=remedy)
 
 
 def overwritten(handler: Any, result: TracedTensor, before: fx.Node) -> TracedTensor:
@@ -191,7 +146,19 @@ def overwritten(handler: Any, result: TracedTensor, before: fx.Node) -> TracedTe
     if not result.is_floating_point() or result.node is before or not handler.gradients.required(handler, before):
         return result
     with torch.enable_grad():
-        return _ruled(handler, Overwritten(), "kept", (result.node, before), result.value)
+        return _ruled(handler, GradientRule(Unchanged, (Slot(0),), None), "kept", (result.node, before), result.value)
+
+
+class Unchanged(torch.autograd.Function):
+    """The identity, for which the gradient of a tensor before a change in place stands."""
+
+    @staticmethod
+    def forward(ctx: Any, before: torch.Tensor) -> torch.Tensor:
+        return before.view_as(before)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
 
 
 def _ruled(handler: Any, rule: GradientRule, name: str, nodes: tuple[fx.Node, ...], value: Value) -> TracedTensor:
@@ -256,7 +223,7 @@ def _recorded(handler: Any, cls: Any, usual: Callable[..., Any], args: tuple[Any
     single = isinstance(returned, torch.Tensor)
     alone = nodes[0] if len(nodes) == 1 and _reads_no_values(handler, cls, arguments, operands) else None
     rerouted = [
-        _rerouted(handler, cls, leaf, CustomBackward(cls, arguments, None if single else index), nodes, alone)
+        _rerouted(handler, cls, leaf, GradientRule(cls, arguments, None if single else index), nodes, alone)
         if isinstance(leaf, TracedTensor) and leaf.is_floating_point()
         else leaf
         for index, leaf in enumerate(leaves)
@@ -285,7 +252,7 @@ def _reads_no_values(handler: Any, cls: Any, arguments: tuple[Any, ...], operand
 
 
 def _rerouted(
-    handler: Any, cls: Any, result: TracedTensor, rule: CustomBackward, nodes: tuple[fx.Node, ...], alone: fx.Node | None
+    handler: Any, cls: Any, result: TracedTensor, rule: GradientRule, nodes: tuple[fx.Node, ...], alone: fx.Node | None
 ) -> TracedTensor:
     """Return the result of a custom function, whose gradient goes where the function's backward sends it.
 

@@ -21,7 +21,6 @@ from fxquant.frontend.state import NOTHING_MOVED, Draws, MovedState
 from fxquant.frontend.values import BatchNumber, Selected, TracedTensor, Unknown, refuse, tracing
 from fxquant.ir import graph
 from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact
-from fxquant.numerics.rounding import GradientRule
 from fxquant.support import logger
 
 # ---- the result of a model -------------------------------------------------------------------------------------------
@@ -397,8 +396,7 @@ def _compare_at(
 ) -> None:
     args, kwargs = inputs.arguments({name: tensor.clone() for name, tensor in tensors.items()})
     shells = Snapshot(model, own_buffers=True)
-    hooked = any(isinstance(module, GradientRule) for module in traced.modules())  # PyTorch refuses a hook where gradients are off
-    with torch.set_grad_enabled(hooked), undisturbed():
+    with torch.no_grad(), undisturbed():
         try:
             expected = shells.root(*args, **kwargs)
         except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,38 +188,6 @@ def straight_through(smooth: Tensor, exact: Tensor) -> Tensor:
 
 
 # ---- Modules that change gradients and no values ---------------------------------------------------------------------
-#
-# Each is called in the graph and returns its first operand. It acts while gradients are recorded; an integer graph has no such module.
-class GradientRule(nn.Module):
-    """Base class of modules in the graph that return their first operand unchanged and alter its gradient."""
-
-    label: str  # its name in messages
-
-    def same(self, other: GradientRule) -> bool:
-        """Return whether `other`, of another trace of the model, is the rule of the same call."""
-        return type(self) is type(other) and self.label == other.label
-
-    def extra_repr(self) -> str:
-        return self.label
-
-
-class GradientHooks(GradientRule):
-    """Calls the hooks of `Tensor.register_hook` on the gradient of its operand, in the order in which they were registered."""
-
-    def __init__(self, hooks: Sequence[Callable[[Tensor], Tensor | None]]) -> None:
-        super().__init__()
-        self.hooks = tuple(hooks)
-        self.label = "register_hook(" + ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in self.hooks) + ")"
-
-    def forward(self, value: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or not value.requires_grad:
-            return value
-        result = value.view_as(value)
-        for hook in self.hooks:
-            result.register_hook(hook)  # type: ignore[no-untyped-call]
-        return result
-
-
 @dataclass(frozen=True)
 class Slot:
     """A reference, among the arguments of a custom function, to the operand of this position."""
@@ -227,13 +195,13 @@ class Slot:
     position: int
 
 
-class CustomBackward(GradientRule):
-    """Returns its first operand, with the gradient that a custom `torch.autograd.Function` passes on.
+class GradientRule(nn.Module):
+    """Returns its first operand unchanged, with the gradient that a custom `torch.autograd.Function` passes on.
 
+    It is called in the graph, and acts while gradients are recorded; an integer graph has no such module.
     The function runs in float on the other operands, dequantized, to save the context that its backward needs.
     Without other operands it runs on the first one: its backward reads no values, and it returns its argument.
-    A function with several results has one `CustomBackward` per result; its backward is then called once for each, with zeros for the
-    others.
+    A function with several results has one rule per result; its backward is then called once for each, with zeros for the others.
 
     function   the user's class
     arguments  the arguments of `apply`, with a `Slot` for each tensor
@@ -243,11 +211,14 @@ class CustomBackward(GradientRule):
     def __init__(self, function: type[torch.autograd.Function], arguments: tuple[Any, ...], index: int | None) -> None:
         super().__init__()
         self.function, self.arguments, self.index = function, arguments, index
-        self.label = f"{function.__qualname__}.backward"
+        self.label = f"{function.__qualname__}.backward"  # its name in messages
+
+    def extra_repr(self) -> str:
+        return self.label
 
     def same(self, other: GradientRule) -> bool:
-        """Return whether the other is of the same function and the same result."""
-        return isinstance(other, CustomBackward) and (self.function, self.index) == (other.function, other.index)
+        """Return whether `other`, of another trace of the model, is of the same function and the same result."""
+        return (self.function, self.index) == (other.function, other.index)
 
     def forward(self, value: Tensor, *operands: Any) -> Tensor:
         operands = operands or (value,)
@@ -264,12 +235,3 @@ class CustomBackward(GradientRule):
         outputs = self.function.apply(*(tree_map(filled, argument) for argument in self.arguments))  # type: ignore[no-untyped-call]
         result = outputs if self.index is None else outputs[self.index]
         return straight_through(result, value.detach()) if result.requires_grad else value.detach()
-
-
-class Overwritten(GradientRule):
-    """Returns its first operand, with the gradient of the second: a tensor that was changed in place where no gradient was recorded."""
-
-    label = "a change in place without gradients"
-
-    def forward(self, value: Tensor, before: Tensor) -> Tensor:
-        return straight_through(before, value.detach()) if torch.is_grad_enabled() and before.requires_grad else value
