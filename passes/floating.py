@@ -19,7 +19,7 @@ from fxquant.ops.attention.softmax import HOST, may_hide
 from fxquant.ops.core.casting import IN_DTYPE, truncated
 from fxquant.ops.core.composite import QUANTIZE
 from fxquant.ops.core.record import Operator, Own, Plain, Trait, calls, demand, has_weights, operand_nodes, operator_of, read_nodes
-from fxquant.ops.elementwise.division import true_divide
+from fxquant.ops.elementwise.arithmetic import true_divide
 from fxquant.ops.elementwise.table import STEEP, has_pole, steep
 
 RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from fxquant.ir import graph as facts
 from fxquant.ir.graph import TensorFact
 from fxquant.ops import Trait, calls, operator_of
-from fxquant.ops.core.parameters import increased_bias, multiplied_bias, multiplied_weight
+from fxquant.ops.core.weighted import increased_bias, multiplied_bias, multiplied_weight
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.movement.shape import permute
 from fxquant.passes.rewriting import Fusion

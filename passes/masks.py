@@ -19,9 +19,8 @@ from fxquant.ops import Operator, Trait, calls, operator_of
 from fxquant.ops.attention.hiding import ABSORBING, Hiding, far_below, level_of
 from fxquant.ops.attention.softmax import added, kept, masked_softmax, may_hide, parts_of, softmax, terms_of
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.elementwise.arithmetic import add, sub
+from fxquant.ops.elementwise.arithmetic import add, div, sub
 from fxquant.ops.elementwise.comparison import where
-from fxquant.ops.elementwise.division import div
 from fxquant.ops.movement.shape import identity, permute
 from fxquant.passes.floating import given
 from fxquant.passes.rewriting import decide, eliminate_dead

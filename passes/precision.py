@@ -16,8 +16,7 @@ from torch import fx
 from fxquant.ir.graph import refusal, state_demand, stated_demand
 from fxquant.ops import WIDE, Own, Trait, calls, demand, has_weights, operator_of, shares, traits_of
 from fxquant.ops.core.composite import quantize
-from fxquant.ops.elementwise.arithmetic import mul, sub
-from fxquant.ops.elementwise.division import true_divide
+from fxquant.ops.elementwise.arithmetic import mul, sub, true_divide
 from fxquant.ops.elementwise.table import steep
 from fxquant.ops.layers.linear import matmul
 from fxquant.ops.pooling.totals import mean

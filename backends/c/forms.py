@@ -252,13 +252,13 @@ def _put_along(call: Call, input: Value, source: Value, dim: int, index: Value, 
     call.emit("put_along", [input.dtype, source.dtype, index.dtype], call.count, *places, input, source, index, fails=True)
 
 
-@form(primitives.scatter.extremum_along)
+@form(primitives.selection.extremum_along)
 def _extremum_along(call: Call, input: Value, source: Value, dim: int, index: Value, terms: int, largest: bool) -> None:
     places = _along(input.shape, index, dim)
     call.emit("extremum_along", [input.dtype, index.dtype], call.count, *places, largest, input, source, index, fails=True)
 
 
-@form(primitives.position.unpool)
+@form(primitives.pool.unpool)
 def _unpool(call: Call, input: Value, indices: Value, sizes: list[int], outside: int) -> None:
     planes, count = math.prod(input.shape[:2]), math.prod(sizes)
     call.emit("unpool", [input.dtype], planes, math.prod(input.shape[2:]), count, outside, input, indices, fails=True)
@@ -338,7 +338,7 @@ def _resize_linear(
     call.emit("resize_linear", [input.dtype, weights[0].dtype, call.dtype], *sizes, input, rows, columns, *numbers)
 
 
-@form(primitives.position.pool_indices)
+@form(primitives.pool.pool_indices)
 def _pool_indices(call: Call, input: Value, kernel: list[int], stride: list[int], begin: list[int], *rest: Any) -> None:
     _, dilation, _, _, places = rest if len(rest) == 5 else (*rest, None)
     window = _window(call, input, kernel, stride, begin, dilation)
@@ -368,7 +368,7 @@ def _reduce_form(primitive: Any, document: str, expression: str) -> None:
 _reduce_form(primitives.pool.sum, "Section 15: Σ q over dimensions.", "total + q")
 _reduce_form(primitives.selection.least, "The smallest element along dimensions.", "k == 0 || q < total ? q : total")
 _reduce_form(primitives.selection.greatest, "The largest element along dimensions.", "k == 0 || q > total ? q : total")
-_reduce_form(primitives.scatter.count, "How many elements hold.", "total + (q != 0)")
+_reduce_form(primitives.selection.count, "How many elements hold.", "total + (q != 0)")
 
 
 @form(primitives.selection.truth)
@@ -433,7 +433,7 @@ form(primitives.selection.take_along)(
         "take_along", [input.dtype, index.dtype], *_along(input.shape, index, dim), input, index, fails=True
     )
 )
-form(primitives.scatter.sum_along)(
+form(primitives.selection.sum_along)(
     lambda call, source, dim, index, *_: call.emit(
         "sum_along", [source.dtype, index.dtype, call.dtype], call.count, *_along(call.shape, index, dim), source, index, fails=True
     )

@@ -2,13 +2,13 @@
 
 The package also holds the fast implementations for processors. `native` compiles native.c once for the machine, into the user's cache,
 where there is a compiler. `tensors` needs none: it computes by oneDNN's products of bytes, whose float32 sums below 2^24 are exact.
-`training` and `joining` offer the fused kernels of training steps in C. `training` also offers what observers count, where it counts as
+`training` offers the fused kernels of training steps in C, and what observers count, where it counts as
 `torch.histc` does on this machine.
 """
 
 from functools import partial
 
-from fxquant.backends.cpu import chains, compiled, joining, tensors, training  # noqa: F401  # they register their kernels
+from fxquant.backends.cpu import chains, compiled, tensors, training  # noqa: F401  # they register their kernels
 from fxquant.kernels import patterns
 from fxquant.kernels.kernel import Kernel
 from fxquant.primitives.arithmetic import RealArithmetic

@@ -17,7 +17,7 @@ from fxquant.ir.graph import BatchDim, Size, TensorFact, fact, is_parameter, res
 from fxquant.ops import OPERATORS
 from fxquant.ops.attention import attention, softmax
 from fxquant.ops.core.form import WHOLE_OPSET, Call
-from fxquant.ops.elementwise import arithmetic, division, unary
+from fxquant.ops.elementwise import arithmetic, unary
 from fxquant.ops.indexing import index
 from fxquant.ops.layers import linear
 from fxquant.ops.movement import repeating, shape
@@ -255,7 +255,7 @@ def _matmul(node: fx.Node, input: fx.Node, other: fx.Node) -> Plan | None:
     return None if min(len(_sizes(input)), len(_sizes(other))) < 2 else lambda e, read: e.node("MatMul", read(input), read(other))
 
 
-@form(arithmetic.add, arithmetic.sub, arithmetic.mul, division.div)
+@form(arithmetic.add, arithmetic.sub, arithmetic.mul, arithmetic.div)
 def _of_two(node: fx.Node, input: Any, other: Any, alpha: float = 1) -> Plan | None:
     return None if alpha != 1 or any(map(is_size, node.all_input_nodes)) else _as_recorded(node)
 

@@ -20,7 +20,7 @@ from fxquant.ir.graph import annotation, fact, is_parameter, origins, resolve, s
 from fxquant.ir.integer import kernel
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME, Operator
-from fxquant.ops.core import parameters
+from fxquant.ops.core.weighted import OF_PARAMETERS
 from fxquant.prepared.stage import called, grid_of, is_dynamic, primitive_of, record_of
 from fxquant.primitives import PRIMITIVES, Primitive
 from fxquant.quantization.spec import DEFAULT, QConfig
@@ -222,7 +222,9 @@ class _Reader:
         if self.stage in ("INTEGER", "FUSED"):
             table |= {each.name: each for each in PRIMITIVES.values()}
         if operator not in table:
-            function = self.attributes.get(operator) or getattr(parameters, operator, None) or getattr(torch, operator)
+            function = (
+                self.attributes.get(operator) or {each.__name__: each for each in OF_PARAMETERS}.get(operator) or getattr(torch, operator)
+            )
             return self.graph.create_node("call_function", function, args, named, name=name)
         record, defaults = table[operator], dict(_parameters(table[operator]))
         fused = {key: named.pop(key) for key in [*named] if key in getattr(record, "absorbs", ())}

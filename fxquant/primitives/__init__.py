@@ -36,13 +36,11 @@ from fxquant.primitives import (
     elementwise,
     loop,
     pool,
-    position,
     product,
     quantization,
     resize,
     runtime_scales,
     sampling,
-    scatter,
     selection,
     shape,
     transposed,
@@ -53,8 +51,8 @@ from fxquant.primitives.record import BY_NAME, POINTWISE, PRIMITIVES, Emitter, P
 
 __all__ = [
     "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison", "elementwise", "loop",
-    "pool", "position", "primitive", "product", "quantization", "resize", "role_of", "runtime_scales", "sampling", "scatter", "selection",
-    "shape", "transposed", "varying", "whole",
+    "pool", "primitive", "product", "quantization", "resize", "role_of", "runtime_scales", "sampling", "selection", "shape", "transposed",
+    "varying", "whole",
 ]  # fmt: skip
 
 

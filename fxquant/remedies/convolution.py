@@ -14,8 +14,7 @@ from torch import fx
 
 from fxquant.ir.graph import is_parameter, shape_of
 from fxquant.ops import operator_of
-from fxquant.ops.core.parameters import spread
-from fxquant.ops.core.weighted import sizes
+from fxquant.ops.core.weighted import sizes, spread
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add
 from fxquant.ops.layers.convolution import conv2d

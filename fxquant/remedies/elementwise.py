@@ -10,9 +10,8 @@ from torch.nn import functional as F
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.ops.core.composite import REQUANTIZE
 from fxquant.ops.core.declare import are_fixed, known_sizes
-from fxquant.ops.core.parameters import channel_weight
 from fxquant.ops.core.record import BY_NAME
-from fxquant.ops.core.weighted import sizes
+from fxquant.ops.core.weighted import channel_weight, sizes
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.indexing.index import WHOLE, getitem

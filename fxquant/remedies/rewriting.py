@@ -13,9 +13,8 @@ from fxquant.ir.graph import Annotation, Part, TensorFact
 from fxquant.ir.model import free_name
 from fxquant.ops import Operator, Same
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.parameters import folded_bias, folded_weight
 from fxquant.ops.core.record import demand, shares
-from fxquant.ops.core.weighted import FUSED
+from fxquant.ops.core.weighted import FUSED, folded_bias, folded_weight
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear
 from fxquant.ops.movement.repeating import cat

@@ -19,7 +19,7 @@ from fxquant.frontend.opaque import WRAPPED, Wrapped
 from fxquant.ir import functional, loops
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.ops import FUNCTIONS, METHODS, OPERATORS
-from fxquant.ops.core.parameters import FUNCTIONS as OF_PARAMETERS
+from fxquant.ops.core.weighted import OF_PARAMETERS
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.observers.ranges import CLASSES, SETTINGS
 from fxquant.quantization.weights import BiasCorrection, Coverage

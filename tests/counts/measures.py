@@ -31,7 +31,7 @@ from fxquant.kernels.admission import is_primitive
 from fxquant.lowering.eager import FusedLowering
 from fxquant.ops import operator_of
 from fxquant.ops.core import weighted
-from fxquant.ops.core.parameters import multiplied_weight
+from fxquant.ops.core.weighted import multiplied_weight
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.weights import WeightQuantizer
 from fxquant.training import fused_elementwise, fused_layers

@@ -15,7 +15,7 @@ import fxquant as fxq
 from fxquant.ir.graph import BatchDim, TensorFact, annotation
 from fxquant.ir.integer import qparams
 from fxquant.ops.sampling.resize import _nearest, _neighbours, _weights
-from fxquant.primitives import PRIMITIVES, scatter
+from fxquant.primitives import PRIMITIVES, selection
 from fxquant.primitives.record import Unproved, Value
 from tests.shared import contract
 from tests.shared.contract import TARGETS
@@ -207,7 +207,7 @@ def planes() -> list[Tensor]:
 
 
 def test_a_sum_whose_terms_are_not_known_is_not_proved() -> None:
-    one, bounds = torch.ones((), dtype=torch.float64), PRIMITIVES[scatter.sum_along].bounds
+    one, bounds = torch.ones((), dtype=torch.float64), PRIMITIVES[selection.sum_along].bounds
     assert bounds is not None
     source = Value(-one, one, TensorFact((BatchDim(1, 0), 3), torch.int8))
     with pytest.raises(Unproved, match="whose size varies"):

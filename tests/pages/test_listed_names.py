@@ -31,7 +31,7 @@ WORDS = {
     ("fxquant.backends.onnx.direct", "view"),
     ("fxquant.ir.functional", "__getitem__"),
     # words for an argument of PyTorch: `rounding_mode`, `mode`, `reduce`, and the kinds of recurrent layers
-    ("fxquant.ops.elementwise.division", "floor"),
+    ("fxquant.ops.elementwise.arithmetic", "floor"),
     ("fxquant.ops.indexing.bags", "sum"),
     ("fxquant.ops.indexing.scatter", "sum"),
     ("fxquant.ops.recurrent.recurrence", "lstm"),

@@ -19,9 +19,8 @@ from fxquant.ops.core.casting import to_real
 from fxquant.ops.core.declare import composite, dtype_of, needs, numbers
 from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.samples import COMPOSED, JUMPS, NORMED, POSITIVE, sampled, written
-from fxquant.ops.elementwise.arithmetic import add, mul, sub
+from fxquant.ops.elementwise.arithmetic import add, mul, sub, true_divide
 from fxquant.ops.elementwise.comparison import where
-from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.functions import floor_quotient, floor_remainder, quotient_of, trunc_quotient, trunc_remainder
 from fxquant.ops.elementwise.table import tabled
 from fxquant.ops.elementwise.unary import power

@@ -15,7 +15,7 @@ from fxquant.ops.indexing.index import CHANGES, embedding, refuses_embedding
 from fxquant.ops.movement.shape import reshape
 from fxquant.ops.pooling.totals import mean, sum
 from fxquant.ops.reduction.extremum import amax
-from fxquant.primitives import scatter, shape
+from fxquant.primitives import selection, shape
 
 
 @lowered(
@@ -57,7 +57,7 @@ def _counted_along(input: Any, dim: Any = None) -> dict[str, Any] | str:
 @sampled("torch.count_nonzero(x > 0.2, (1, 2))", "(x > 0.2).count_nonzero(1)")
 def count_nonzero(lowering: Lowering, input: Any, dim: list[int]) -> Any:
     """Count how many of the booleans along dimensions are true: int64."""
-    return lowering.call(scatter.count, lowering.given("input", input, torch.bool), list(dim), False)
+    return lowering.call(selection.count, lowering.given("input", input, torch.bool), list(dim), False)
 
 
 OFFSETS = "its bags begin at offsets: give bags of one size, [bags, size]"

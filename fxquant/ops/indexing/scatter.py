@@ -20,7 +20,6 @@ from fxquant.ops.movement.shape import rank_of
 from fxquant.ops.pooling.pool import too_many
 from fxquant.ops.reduction.progression import length_of, sums_along
 from fxquant.primitives import PRIMITIVES, selection
-from fxquant.primitives import scatter as primitives
 
 SUMMING_OPSET = 16  # the first whose ScatterElements adds
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -96,7 +95,7 @@ def _refuses_sum_at(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _summed(c: Call, places: str) -> str:
-    return PRIMITIVES[primitives.sum_along].onnx(c.e, c.operand("src"), c["dim"], places, c["size"], False)
+    return PRIMITIVES[selection.sum_along].onnx(c.e, c.operand("src"), c["dim"], places, c["size"], False)
 
 
 @lowered(
@@ -111,7 +110,7 @@ def sum_at(lowering: Lowering, src: Quantized, dim: int, index: Any, size: int) 
     terms = known_size(src.shape[dim])
     largest = lowering.prove(terms * src.grid.magnitude, "the sum")
     places = lowering.given("index", index, torch.int64)
-    total = lowering.call(primitives.sum_along, src.value, dim, places, size, largest >= FLOAT32_EXACT)
+    total = lowering.call(selection.sum_along, src.value, dim, places, size, largest >= FLOAT32_EXACT)
     return lowering.requantize(total, Ratio((src.scale,)))
 
 
@@ -211,7 +210,7 @@ def _onnx_scatter_extremum(c: Call) -> str:
     if not c["include_self"]:
         end = c.do("Expand", c.number(-FLOAT32_MAX if c["largest"] else FLOAT32_MAX), c.do("Shape", places))
         value = c.do("ScatterElements", value, places, end, axis=c["dim"])
-    write, node = PRIMITIVES[primitives.extremum_along].onnx, c.primitive(primitives.extremum_along)
+    write, node = PRIMITIVES[selection.extremum_along].onnx, c.primitive(selection.extremum_along)
     assert node is not None
     return write(c.e, value, c.rounded(c.operand("src")), c["dim"], places, node.args[4], c["largest"])
 
@@ -251,6 +250,6 @@ def scatter_extremum(
             end = torch.tensor(float(grid.bounds[0] if largest else grid.bounds[1]), dtype=torch.float32, device=grid.scale.device)
             stored = lowering.constant("end", lowering.stored(end, grid), grid.type.storage)
             value = lowering.call(selection.put_along, value, stored, dim, places, True)
-        return lowering.call(primitives.extremum_along, value, other, dim, places, terms, largest)
+        return lowering.call(selection.extremum_along, value, other, dim, places, terms, largest)
 
     return lowering.result(exact, lambda: scatter_extremum(real(input), dim, index, real(src), largest, include_self))

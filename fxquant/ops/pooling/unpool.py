@@ -14,7 +14,7 @@ from fxquant.ops.core.declare import Guard, composite, known_sizes, lowered, mod
 from fxquant.ops.core.record import operator_named
 from fxquant.ops.pooling.adaptive import lower_windows, refuses_adaptive, window_counts
 from fxquant.ops.pooling.pool import WINDOW, kernel_and_steps, refuses_max_pool, window_padding
-from fxquant.primitives import position
+from fxquant.primitives import pool
 
 
 def _is_wide(input: Quantized, planes: list[int]) -> bool:
@@ -48,7 +48,7 @@ def _with_places(rank: int) -> tuple[Callable[..., Tensor], ...]:
         """Return the positions of the maxima of windows in one, two or three dimensions: int64."""
         planes = known_sizes(input.shape[-rank:])
         placed = window_padding(planes, **window)
-        return lowering.call(position.pool_indices, input.value, *placed, planes, _is_wide(input, planes))
+        return lowering.call(pool.pool_indices, input.value, *placed, planes, _is_wide(input, planes))
 
     with_places = f"{name}_with_indices"
 
@@ -75,7 +75,7 @@ def _with_places(rank: int) -> tuple[Callable[..., Tensor], ...]:
         places = lowering.constant("places", position_of.flatten().to(input.scale.device), torch.int64)
         planes, zeros, ones = [len(elements) for elements in chosen], [0] * rank, [1] * rank
         wide = _is_wide(input, planes)
-        return lowering.call(position.pool_indices, value, kernel, kernel, zeros, zeros, ones, planes, wide, places)
+        return lowering.call(pool.pool_indices, value, kernel, kernel, zeros, zeros, ones, planes, wide, places)
 
     @composite(
         *([torch.adaptive_max_pool1d] if rank == 1 else []),
@@ -148,7 +148,7 @@ def _max_unpool(rank: int) -> Callable[..., Tensor]:
     )
     def max_unpool(lowering: Lowering, input: Quantized, indices: Any, size: list[int], disjoint: bool = True) -> Quantized:
         """Return planes of this size in one, two or three dimensions that hold each element where it was, and 0 elsewhere."""
-        return input.with_value(lowering.call(position.unpool, input.value, lowering.given("indices", indices, torch.int64), list(size), 0))
+        return input.with_value(lowering.call(pool.unpool, input.value, lowering.given("indices", indices, torch.int64), list(size), 0))
 
     return max_unpool
 

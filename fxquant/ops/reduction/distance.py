@@ -13,9 +13,8 @@ from torch import Tensor, fx
 from fxquant.ops.core import INNER, WIDE, Builder, Fixed, Size, are_fixed, composite, fact, is_parameter
 from fxquant.ops.core.declare import fixed, needs, nodes, one_of
 from fxquant.ops.core.samples import COMPOSED, NORMED, POSITIVE, sample, sampled
-from fxquant.ops.elementwise.arithmetic import add, mul, sub
+from fxquant.ops.elementwise.arithmetic import add, mul, sub, true_divide
 from fxquant.ops.elementwise.comparison import where
-from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.table import SHIFTED, tabled
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.movement.pad import pad

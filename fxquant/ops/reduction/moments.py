@@ -19,8 +19,7 @@ from fxquant.ops.core import numbers as numeric
 from fxquant.ops.core.declare import COMPUTED, NO_DIMENSIONS, are_fixed, settings_of, shape_of
 from fxquant.ops.core.record import Parameter
 from fxquant.ops.core.samples import IMAGES, NORMED, sample, sampled, written
-from fxquant.ops.elementwise.arithmetic import mul, sub
-from fxquant.ops.elementwise.division import div
+from fxquant.ops.elementwise.arithmetic import div, mul, sub
 from fxquant.ops.elementwise.table import shifted
 from fxquant.ops.movement.shape import MANY_SIZES, numbers, reshape
 from fxquant.ops.normalization.channels import extent_of, magnitude_of, normalized_instances, scale_channels, unit_and_inverse
