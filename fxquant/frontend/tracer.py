@@ -18,7 +18,7 @@ from fxquant.frontend.fake import Evaluator
 from fxquant.frontend.handler import Handler, LeafRule, ModuleCalls
 from fxquant.frontend.inputs import ExampleInputs, note_sizes
 from fxquant.frontend.state import NOTHING_MOVED, Draws, MovedState
-from fxquant.frontend.values import BatchNumber, Selected, TracedTensor, Unknown, refuse, tracing
+from fxquant.frontend.values import BatchNumber, TracedTensor, Unknown, refuse, tracing
 from fxquant.ir import graph
 from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact
 from fxquant.support import logger
@@ -53,8 +53,6 @@ class Returned:
         """Return the nested nodes, and the form from which `rebuilt` restores the classes."""
         if isinstance(output, torch.Tensor):
             return self.leaf(output), None
-        if isinstance(output, Selected):
-            output.refuse_as_output()
         if isinstance(output, BatchNumber | Unknown):
             return output.node, None
         registered = pytree.SUPPORTED_NODES.get(type(output))
@@ -115,7 +113,7 @@ class Returned:
 
     def _attributes(self, value: Any, depth: int) -> Any:
         """Return a nest of the tensors an object holds; None if it holds none."""
-        if isinstance(value, (torch.Tensor, BatchNumber, Selected)):
+        if isinstance(value, (torch.Tensor, BatchNumber)):
             return self.convert(value)[0]
         if isinstance(value, (type, nn.Module)) or depth == 0:
             return None

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.frontend.values import COMPARISONS, ON_TENSORS, UNARY, Functions, TracedTensor, active, assign, python_name, refuse, select
+from fxquant.frontend.values import COMPARISONS, ON_TENSORS, UNARY, Functions, TracedTensor, active, python_name, refuse
 from fxquant.ir import functional
 
 _END = 2**63 - 1  # how ATen says that a slice goes to the end
@@ -155,7 +155,7 @@ CHECKS = frozenset((
 
 # keywords that PyTorch accepts as well -> its own
 NUMPY = {"axis": "dim", "keepdims": "keepdim", "x1": "input", "a": "input", "x2": "other"}
-WRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {torch.Tensor.__getitem__: select, torch.Tensor.__setitem__: assign}
+WRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def written_out(function: Any, args: Any, kwargs: Any) -> Any:
@@ -195,6 +195,19 @@ def _methods(*names: str) -> list[Any]:
 def _fixed(input: Any) -> bool:
     """Return whether no size of a tensor depends on the batch."""
     return all(type(size) is int for size in input.shape)
+
+
+@_stands_for(Tensor.__getitem__)
+def _by_truth_values(input: Tensor, index: Any) -> Any:
+    """Return `input[index]` where the index holds lists of booleans."""
+
+    def is_list(place: Any) -> bool:
+        return type(place) is list and bool(place) and all(type(item) is bool for item in place)
+
+    places = index if isinstance(index, tuple) else (index,)
+    if not any(map(is_list, places)):
+        return NotImplemented
+    return input[tuple(torch.tensor(place, device="cpu") if is_list(place) else place for place in places)]
 
 
 @_stands_for(torch._assert, torch._assert_async)

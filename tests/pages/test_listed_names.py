@@ -18,8 +18,6 @@ APART = "fxquant.compat"  # tables of other libraries' names
 # Words of another vocabulary, which are names of operators or primitives, too: a module, and the first word of a collection in it.
 WORDS = {
     # methods of tensors and functions of PyTorch, in graphs that are not canonical yet
-    ("fxquant.frontend.values", "add"),
-    ("fxquant.frontend.values", "lt"),
     ("fxquant.frontend.written_out", "batch_norm"),
     ("fxquant.frontend.written_out", "div"),
     ("fxquant.frontend.written_out", "narrow"),
