@@ -7,7 +7,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.table import SHIFTED, with_offset
 from fxquant.ops.elementwise.whole import WHOLE
 from fxquant.ops.movement.repeating import cat, expand, stack
-from fxquant.ops.movement.shape import identity, is_cast, is_power, numbers, reshape
+from fxquant.ops.movement.shape import identity, is_cast, is_power, reshape
 from fxquant.passes.rewriting import bypass, eliminate_dead, substitute
 from fxquant.pipeline import Context
 from fxquant.primitives.comparison import RELATIONS
@@ -60,7 +60,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         if isinstance(facts.fact(node), int | float | BatchDim) or _of_sizes(node):  # sizes, and what is computed of them
             continue
         fold_sizes(node)
-        recognised = _with_batch(node, modules, context)
+        recognised = _recognise(node, modules)
         if recognised is None:
             continue
         operator, arguments, written = recognised
@@ -270,31 +270,12 @@ def _is_unused(node: fx.Node) -> bool:
     return replaced or (called and (number or (isinstance(node_fact, TensorFact) and 0 in node_fact.shape)))
 
 
-def _with_batch(
-    node: fx.Node, modules: dict[str, nn.Module], context: Context
-) -> tuple[Operator, dict[str, Any] | str, tuple[Any, ...]] | None:
-    """Return the result of `_recognise`, after adding a missing batch dimension to the operand; a dropout for a module that draws noise."""
-    if node.op == "call_module" and facts.noise(node) is not None:
-        return OPERATORS[dropout], {"input": node.args[0], "p": 0.5, "kind": OF_MODULE}, (type(modules[str(node.target)]),)
-    if give_batch(node, modules):
-        context.say(f"%{node.name} reads a sample without a batch: it is called on a batch of one")
-    return _recognise(node, modules)
-
-
 def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, dict[str, Any] | str, tuple[Any, ...]] | None:
     """Return the operator that a node calls, its canonical arguments (or a reason against it), and the user's call form, for rules."""
     args, kwargs = node.args, node.kwargs
     if node.op == "call_module":
-        module = modules[str(node.target)]
-        if type(module) not in MODULES:
-            return None
-        operator, extract = MODULES[type(module)]
-        arguments = extract(module)
-        if isinstance(arguments, str):
-            return operator, arguments, (type(module),)
-        if isinstance(arguments, Instead):
-            operator, arguments = OPERATORS[arguments.function], arguments.arguments
-        return operator, _bind_module(operator, args, kwargs, arguments), (type(module),)
+        recognised = _recognise_module(node, modules[str(node.target)])
+        return None if recognised is None else (*recognised, (type(modules[str(node.target)]),))
     if node.op == "call_function" and node.target in FUNCTIONS:
         operator, adapt = FUNCTIONS[node.target]
     elif node.op == "call_method" and node.target in METHODS:
@@ -317,6 +298,18 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
     if isinstance(adapted, Instead):
         operator, adapted = OPERATORS[adapted.function], adapted.arguments
     return operator, adapted if isinstance(adapted, str) else _bind(operator, (), adapted), (node.target,)
+
+
+def _recognise_module(node: fx.Node, module: nn.Module) -> tuple[Operator, dict[str, Any] | str] | None:
+    if facts.noise(node) is not None:  # a module of the user's that draws noise is a dropout
+        return OPERATORS[dropout], {"input": node.args[0], "p": 0.5, "kind": OF_MODULE}
+    if type(module) not in MODULES:
+        return None
+    operator, extract = MODULES[type(module)]
+    arguments = extract(module)
+    if isinstance(arguments, Instead):
+        operator, arguments = OPERATORS[arguments.function], arguments.arguments
+    return operator, arguments if isinstance(arguments, str) else _bind_module(operator, node.args, node.kwargs, arguments)
 
 
 def _bind_module(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any] | str:
@@ -577,73 +570,6 @@ def _compared(relation: str, arguments: dict[str, Any], build: Builder) -> Call:
             value = whole_number if rounding is not None or value.is_integer() else NEVER
         operands[name] = wide(value, build)
     return WHOLE[relation], operands
-
-
-# ---- a layer that is called on one sample is called on a batch of one; a pool on a batch of its channels -------------
-#
-# %y = conv2d(%x)        [3, 8, 8]       →     %y_batch = reshape(%x, [1, 3, 8, 8])
-#                                              %y = conv2d(%y_batch)
-#                                              %y_sample = reshape(%y, [4, 6, 6])
-LAYERS = re.compile(r"(conv|conv_transpose)(\d)d")  # which join the channels of a sample
-POOLS = re.compile(r"(max_pool|avg_pool|lp_pool|adaptive_max_pool|adaptive_avg_pool)(\d)d")  # which do not
-NORMS: dict[type, int] = {nn.InstanceNorm1d: 1, nn.InstanceNorm2d: 2, nn.InstanceNorm3d: 3}
-
-
-def give_batch(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether a layer or pool of the table read a tensor without a batch dimension; it reads one with it now."""
-    place = _missing(node, modules)
-    if place is None:
-        return False
-    operand, node_fact = node.all_input_nodes[0], facts.fact(node)
-    operand_fact = facts.fact(operand)
-    before = TensorFact((*operand_fact.shape[:place], 1, *operand_fact.shape[place:]), operand_fact.dtype)
-    with node.graph.inserting_before(node):
-        batch = _reshaped(node, operand, before, "batch")
-    with node.graph.inserting_after(node):
-        sample = _reshaped(node, node, node_fact, "sample")
-    node.replace_all_uses_with(sample, lambda reader: reader is not sample)
-    node.args = (batch, *node.args[1:])
-    facts.set_fact(node, TensorFact((*node_fact.shape[:place], 1, *node_fact.shape[place:]), node_fact.dtype))
-    return True
-
-
-def _reshaped(node: fx.Node, operand: fx.Node, to: TensorFact, name: str) -> fx.Node:
-    reshaped = node.graph.create_node("call_function", reshape, (operand, numbers(to.shape)), {}, name=f"{node.name}_{name}")
-    facts.set_fact(facts.inherit(reshaped, node, "canonical.rewrite"), to)
-    return reshaped
-
-
-def _missing(node: fx.Node, modules: Mapping[str, nn.Module]) -> int | None:
-    """Return where a node's operand lacks a dimension; None where it does not."""
-    rank, place = _rank(node, modules)
-    operand = node.args[0] if node.args else None
-    if not rank or not isinstance(operand, fx.Node) or facts.is_parameter(operand):
-        return None
-    operand_fact, result = facts.fact(operand), facts.fact(node)
-    if not isinstance(operand_fact, TensorFact) or not isinstance(result, TensorFact):
-        return None
-    depending = sum(not isinstance(size, int) for size in operand_fact.shape)
-    fits = len(operand_fact.shape) == rank + 1 == len(result.shape) and not facts.reads_shape_only(node)
-    return place if fits and depending <= place and all(isinstance(size, int) for size in operand_fact.shape[place:]) else None
-
-
-def _rank(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[int, int]:
-    """Return the dimensions of its windows, 0 where it has none, and where one sample lacks a dimension."""
-    if node.op == "call_module" and type(modules[str(node.target)]) in NORMS:
-        return NORMS[type(modules[str(node.target)])], 0
-    operator = _operator(node, modules)
-    for place, pattern in enumerate((LAYERS, POOLS)):
-        match = None if operator is None else pattern.fullmatch(operator.name)
-        if match is not None:
-            return int(match[2]), place
-    return 0, 0
-
-
-def _operator(node: fx.Node, modules: Mapping[str, nn.Module]) -> Operator | None:
-    tables: dict[str, Any] = {"call_module": MODULES, "call_function": FUNCTIONS, "call_method": METHODS}
-    key = type(modules[str(node.target)]) if node.op == "call_module" else node.target
-    entry: tuple[Operator, Any] | None = tables[node.op].get(key) if node.op in tables else None
-    return None if entry is None else entry[0]
 
 
 # ---- Sizes and bounds that a model computes from its constants as tensors of one integer: they are replaced by that integer ----

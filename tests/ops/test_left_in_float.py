@@ -116,6 +116,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
     "resizing with the batch": (
         "the size of its input or output depends on the batch size", lambda m, x: F.interpolate(x.transpose(0, 2), scale_factor=2)
     ),
+    "a pool of maps without channels": ("its input has no batch dimension", lambda m, x: F.max_pool2d(x.mean(1), 2)),
     "list of the batch": ("it indexes the batch by a list", lambda m, x: x[[0, 1]]),
     "roll of the batch": ("it rolls along the batch", lambda m, x: x.roll(1, 0)),
     "flip of the batch": ("it reverses the batch", lambda m, x: x.flip(0)),
