@@ -49,13 +49,6 @@ def chunk(input: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
     return tuple(input.narrow(dim, index * step, step if index + 1 < chunks else size - index * step) for index in range(chunks))
 
 
-def hypot(input: Tensor, other: Tensor) -> Tensor:
-    """Compute `torch.hypot`; the larger operand is a factor, so that no square overflows."""
-    large, small = torch.maximum(input.abs(), other.abs()), torch.minimum(input.abs(), other.abs())
-    ratio = small / torch.where((large == 0) | (small == torch.inf), torch.ones_like(large), large)
-    return large * (ratio * ratio + 1).sqrt()
-
-
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
     """Compute `torch.cdist` in any norm, from the differences of all pairs of rows."""
     differences = (x1.unsqueeze(-2) - x2.unsqueeze(-3)).abs()
@@ -73,14 +66,6 @@ def clamp(input: Tensor, min: float | None = None, max: float | None = None) -> 
     return torch.clamp(input, None if min is None else float(min), None if max is None else float(max))
 
 
-def copysign(input: Tensor, other: Tensor | float) -> Tensor:
-    """Compute `torch.copysign`; 0 and -0 differ in the sign of their reciprocal."""
-    if not isinstance(other, Tensor):
-        return -input.abs() if math.copysign(1, other) < 0 else input.abs()
-    negative = torch.where(other == 0, 1 / other, other) < 0
-    return torch.where(negative, -input.abs(), input.abs())
-
-
 def running(combined: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, int], Tensor]:
     """Return a cumulative function (product, maximum) along a dimension of fixed size, in log2 n steps at distances 1, 2, 4, …"""
 
@@ -94,35 +79,12 @@ def running(combined: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, i
     return function
 
 
-def kron(input: Tensor, other: Tensor) -> Tensor:
-    """Compute `torch.kron` of tensors with any number of items."""
-    rank = max(input.dim(), other.dim())
-    one, two = (each.reshape([*[1] * (rank - each.dim()), *each.shape]) for each in (input, other))
-    sizes = [first * second for first, second in zip(one.shape, two.shape, strict=True)]
-    for dim in range(rank):
-        one, two = one.unsqueeze(2 * dim + 1), two.unsqueeze(2 * dim)
-    return (one * two).reshape(sizes)
-
-
-def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
-    """Compute `torch.isin` by a comparison with each of the elements."""
-    chosen, among = torch.as_tensor(elements), torch.as_tensor(test_elements)  # one of them may be a number
-    return (chosen.unsqueeze(-1) == among.flatten()).any(-1) != invert
-
-
 def aminmax(input: Tensor, dim: Any, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Compute `torch.aminmax` along these dimensions."""
     return torch.amin(input, dim, keepdim), torch.amax(input, dim, keepdim)
 
 
 cumprod = running(torch.mul)
-WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
-    **dict.fromkeys((torch.hypot, distance.hypot, "hypot"), hypot),
-    **dict.fromkeys((torch.cdist, distance.cdist), cdist),
-    **dict.fromkeys((torch.copysign, "copysign"), copysign),
-    **dict.fromkeys((torch.kron, "kron"), kron),
-    torch.isin: isin,
-}
 RUNNING: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.cumprod, progression.cumprod, "cumprod"), cumprod),
     **dict.fromkeys((torch.cummax, "cummax"), lambda input, dim: (running(torch.maximum)(input, dim),)),
@@ -140,8 +102,8 @@ def replacement(node: fx.Node) -> Callable[..., Any] | None:
     """Return the function that a node should call instead; None if the exporter writes the node as it is."""
     if "adaptive" in target_name(node) and varies_beyond_batch(_fact(node.args[0])):
         raise ValueError("it writes adaptive pools for the example's size alone; fix the sizes with fxq.at_sizes")
-    if node.target in WRITTEN_OUT:
-        return WRITTEN_OUT[node.target]
+    if node.target in (torch.cdist, distance.cdist):
+        return cdist
     if node.target in (torch.clamp, torch.clip, activation.clamp, "clamp", "clip"):
         return clamp if {int, float}.issubset(map(type, (*node.args[1:], *node.kwargs.values()))) else None
     if node.target in RUNNING:
