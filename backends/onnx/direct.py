@@ -118,7 +118,8 @@ class Direct:
 
     @staticmethod
     def _moves(node: fx.Node) -> bool:
-        moves = node.target in (*FORMS, index.getitem, operator.getitem) if node.op == "call_function" else node.target in MOVING
+        moving = (*FORMS, shape.reshape, shape.permute, shape.roll, index.getitem, operator.getitem)
+        moves = node.target in (moving if node.op == "call_function" else MOVING)
         return moves and node.op in ("call_function", "call_method") and bool(node.all_input_nodes)
 
 
@@ -141,19 +142,6 @@ def _sizes(node: fx.Node) -> tuple[Size, ...]:
     return node_fact.shape
 
 
-@form(shape.reshape)
-def _reshape(node: fx.Node, input: fx.Node, shape: Any) -> Plan | None:
-    sizes = [-1 if isinstance(size, BatchDim) else size for size in _sizes(node)]
-    if sizes.count(-1) > 1 or 0 in sizes:
-        return None
-    return lambda e, read: e.node("Reshape", read(input), e.constant(sizes, torch.int64))
-
-
-@form(shape.permute)
-def _permute(node: fx.Node, input: fx.Node, dims: list[int]) -> Plan:
-    return lambda e, read: e.node("Transpose", read(input), perm=[dim % len(dims) for dim in dims])
-
-
 @form(repeating.expand)
 def _expand(node: fx.Node, input: fx.Node, sizes: list[Any]) -> Plan | None:
     """Return the plan of an expansion to sizes that do not depend on the batch, or that are multiples of a size of the first input."""
@@ -173,23 +161,6 @@ def _expand(node: fx.Node, input: fx.Node, sizes: list[Any]) -> Plan | None:
             return str(e.node("Gather", e.node("Shape", read(first)), place, axis=0))
 
         return str(e.node("Expand", read(input), e.node("Concat", *map(extent, target), axis=0)))
-
-    return write
-
-
-@form(shape.roll)
-def _roll(node: fx.Node, input: fx.Node, shifts: list[int], dims: list[int]) -> Plan | None:
-    sizes = [size for dim in dims if isinstance(size := _sizes(input)[dim], int)]
-    if not dims or len(sizes) < len(dims):
-        return None
-
-    def write(e: Any, read: Read) -> str:
-        value = read(input)
-        for shift, dim, size in zip(shifts, dims, sizes, strict=True):
-            begin, cut, end, axis = (e.constant([each], torch.int64) for each in (0, -shift % size, size, dim))
-            if -shift % size:
-                value = e.node("Concat", e.node("Slice", value, cut, end, axis), e.node("Slice", value, begin, cut, axis), axis=dim)
-        return value
 
     return write
 
