@@ -30,7 +30,6 @@ _LOST = (
     "TRAIN uses the gradients of its operators; pass the nn.Module to keep those of your code"
 )
 _TRAINS = frozenset(("train", "training", "use_input_stats"))  # the arguments of ATen operators that are true in train mode
-_FUNCTION = "_functorch/autograd_function.py"  # in the stack of what torch.export found in a custom function's forward
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*([^\n]*)')
 
 
@@ -43,7 +42,8 @@ def module_of(program: torch.export.ExportedProgram) -> nn.Module:
     module: Any = program.module()
     for name in ("train", "eval"):  # an exported module refuses both
         vars(module).pop(name, None)
-    lost = _follow_mode(module) + _in_python(module)
+    lost = _follow_mode(module)
+    _in_python(module)
     if any(parameter.requires_grad for parameter in module.parameters()):
         module.meta[LOST_GRADIENTS] = [_LOST, *lost]
     if hasattr(module, "_guards_fn"):
@@ -52,14 +52,13 @@ def module_of(program: torch.export.ExportedProgram) -> nn.Module:
     return module  # type: ignore[no-any-return]
 
 
-def _in_python(module: Any) -> list[str]:
-    """Replace ATen operators of a graph, and of graphs that it calls, by PyTorch's functions; return notes on lost gradient rules."""
-    lost: list[str] = []
+def _in_python(module: Any) -> None:
+    """Replace ATen operators of a graph, and of graphs that it calls, by PyTorch's functions."""
     graph: fx.Graph = module.graph
     for node in list(graph.nodes):
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             inner: Any = module.get_submodule(str(node.args[1].target))
-            lost += _custom_functions(inner) + _in_python(inner)
+            _in_python(inner)
             node.target = _in_gradient_mode
         elif node.op == "call_module" and node.target == "_guards_fn":
             graph.erase_node(node)
@@ -73,7 +72,6 @@ def _in_python(module: Any) -> list[str]:
                 graph.call_function(_exported_at, (re.sub(r"^L\['self'\]\.?", "", path), _line(node)))
             node.target = python_form(node.target)
     module.recompile()
-    return lost
 
 
 def _follow_mode(program: Any) -> list[str]:
@@ -120,15 +118,6 @@ def _in_gradient_mode(enabled: bool, function: Any, *args: Any) -> Any:
         return function(*args)
 
 
-def _custom_functions(module: Any) -> list[str]:
-    """Return a note if the program has the forward of a custom `torch.autograd.Function` and has lost its backward; else an empty list."""
-    for node in module.graph.nodes:
-        if _FUNCTION in (node.meta.get("stack_trace") or ""):
-            where = _line(node, own=True)
-            return [f"a custom autograd function{f' ({where})' if where else ''} passes no gradient: its backward is not in the program"]
-    return []
-
-
 def lost_gradients(module: nn.Module) -> list[str]:
     """Return notes on the gradients that a program, which is this module now, has lost."""
     meta = vars(module).get("meta")  # a user's module may have a child of that name
@@ -152,13 +141,12 @@ def _exported_at(path: str, line: str) -> None:
         handler.path, handler.line = path, line
 
 
-def _line(node: fx.Node, own: bool = False) -> str:
-    """Return the innermost line that is the user's, as errors and `explain` tell it; a library's where there is none, unless `own`."""
+def _line(node: fx.Node) -> str:
+    """Return the innermost line that is the user's, as errors and `explain` tell it; a library's where there is none."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own_frames = [frame for frame in frames if not is_library(frame[0])] or ([] if own else frames)
-    if not own_frames:
+    if not frames:
         return ""
-    file, number, function, text = own_frames[-1]
+    file, number, function, text = ([frame for frame in frames if not is_library(frame[0])] or frames)[-1]
     return f"{file.rpartition('/')[2]}:{number} in {function}:  {text.strip()}"
 
 
