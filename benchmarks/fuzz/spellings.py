@@ -258,9 +258,6 @@ def _composites() -> Iterator[Spelling]:
         yield from _spell(name, f"{{0}}.{name}({{dim}}, correction={{one}}, keepdim={{keep}})", dim=DIMS, one=(0, 1), keep=FLAG)
         yield from _spell(f"{name}_mean", f"torch.{name}_mean({{0}}, {{dim}})[{{member}}]", dim=DIMS, member=(0, 1))
     yield from _spell("norm", "{0}.norm({p}, {dim}, {keep})", p=(2, 1, 3, 0.5, "float('inf')"), dim=DIMS, keep=FLAG)
-    yield from _spell(
-        "sums_norm", "torch.linalg.matrix_norm({0}, {p}, {dims}, {keep})", p=(1, -1, "float('inf')"), dims=((1, 2), (-1, 1)), keep=FLAG
-    )
     yield from _spell("normalize", "F.normalize({0}, {p}, {dim})", p=(2.0, 1.0), dim=(1, -1))
 
 
@@ -339,7 +336,6 @@ def _chosen() -> Iterator[Spelling]:
         yield from _spell(name, f"{{0}}[{lists}]")
     yield from _spell("take", "{0} + torch.take({0}, torch.tensor([0]))")
     yield from _spell("diagonal", "torch.diagonal({0}, {offset}, 1, -1)", offset=(0, -1))
-    yield from _spell("diag_embed", "torch.diag_embed({0}, {offset})", offset=(0, 1))
     yield from _spell("write", "torch.diagonal_scatter({0}, torch.diagonal({1}, 0, 1, -1), 0, 1, -1)")
     yield from _spell("pick_parts", "{0}[:, :1, {1}.flatten(1)[0].argmax(0, keepdim=True) % 1]")
     yield from _spell("pick_each", "{0}[torch.arange({0}.shape[0]), {0}.flatten(2)[..., 0].argmax(1)]")

@@ -27,13 +27,13 @@ from fxquant.quantization.weights import BiasCorrection, Coverage
 # Beside the functions and methods that spell operators: what else a model may call, or has in files under this name of several.
 _TORCH = """
 aminmax angle arange argwhere as_tensor bernoulli bincount block_diag bucketize cartesian_prod chunk complex conj conv_tbc copysign cov
-cross cummax cummin cumulative_trapezoid det diagflat diff dist dsplit embedding_bag empty empty_like equal eye float_power frexp
-frobenius_norm full full_like heaviside histc hsplit imag index_reduce inverse isin istft kron kthvalue ldexp linspace logaddexp2
+cross cummax cummin cumulative_trapezoid det diag_embed diagflat diff dist dsplit embedding_bag empty empty_like equal eye float_power
+frexp frobenius_norm full full_like heaviside histc hsplit imag index_reduce inverse isin istft kron kthvalue ldexp linspace logaddexp2
 logcumsumexp logdet logspace masked_scatter masked_select matrix_exp matrix_power median mode msort multinomial mvlgamma nanmedian
 nanquantile nextafter nonzero normal numel ones ones_like pairwise_distance pdist pinverse polar polygamma quantile rand rand_like
 randint randint_like randn randn_like randperm range real renorm rot90 scalar_tensor searchsorted slogdet split split_with_sizes stft
-svd tensor tensor_split trapezoid trapz tril_indices triu_indices unbind unique_consecutive view_as_complex view_as_real vsplit xlogy
-zeros zeros_like _weight_norm
+svd tensor tensor_split trapezoid trapz tril_indices triu_indices unbind unique_consecutive vander view_as_complex view_as_real vsplit
+xlogy zeros zeros_like _weight_norm
 """
 _FUNCTIONAL = """
 adaptive_avg_pool1d avg_pool1d binary_cross_entropy binary_cross_entropy_with_logits gumbel_softmax huber_loss kl_div l1_loss
@@ -46,10 +46,10 @@ abs add and_ eq floordiv ge getitem gt invert le lshift lt matmul mod mul ne neg
 """
 
 _METHODS = """
-aminmax angle argwhere bernoulli bincount chunk conj copysign cov cross cuda cummax cummin det diagflat diff dim dist dsplit equal
-float_power frexp heaviside histc hsplit index_reduce inverse istft kron kthvalue ldexp logaddexp2 logcumsumexp logdet masked_scatter
-masked_select matrix_exp matrix_power median mode msort multinomial mvlgamma nanmedian nanquantile ndimension nelement new_empty
-new_full new_ones new_tensor new_zeros nextafter nonzero numel pinverse polygamma quantile renorm rot90 size slogdet split
+aminmax angle argwhere bernoulli bincount chunk conj copysign cov cross cuda cummax cummin det diag_embed diagflat diff dim dist dsplit
+equal float_power frexp heaviside histc hsplit index_reduce inverse istft kron kthvalue ldexp logaddexp2 logcumsumexp logdet
+masked_scatter masked_select matrix_exp matrix_power median mode msort multinomial mvlgamma nanmedian nanquantile ndimension nelement
+new_empty new_full new_ones new_tensor new_zeros nextafter nonzero numel pinverse polygamma put quantile renorm rot90 size slogdet split
 split_with_sizes stft sum_to_size svd tensor_split unbind unique_consecutive vsplit xlogy __and__ __or__ __xor__ __pow__ __rpow__
 __rsub__ __rtruediv__ __rfloordiv__ __rmatmul__ __rmod__
 """

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import shape_of
-from fxquant.ops.core import NORMED, POSITIVE, WIDE, Builder, Instead, Trait, composite, sample, sampled
+from fxquant.ops.core import NORMED, POSITIVE, WIDE, Builder, Trait, composite, sample, sampled
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.table import tabled
@@ -59,42 +58,19 @@ def _norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, ou
     return {"input": input, "p": float(p), "dim": dims, "keepdim": keepdim}
 
 
-def _matrix_norm(
-    input: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
-) -> dict[str, Any] | str | Instead:
-    if ord in (1, -1, math.inf, -math.inf) and dtype in (None, torch.float32):
-        first, second = (d % len(shape_of(input)) for d in dim)
-        summed, other = (first, second) if abs(ord) == 1 else (second, first)
-        return Instead(sums_norm, {"input": input, "summed": summed, "other": other, "largest": ord > 0, "keepdim": keepdim})
+def _matrix_norm(input: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None) -> dict[str, Any] | str:
     if ord != "fro":
-        return f"the matrix norm {ord!r} has no integer form: it needs singular values"
+        return f"the matrix norm {ord!r} has no integer form"
     return _norm(input, "fro", dim, keepdim, None, dtype)
 
 
-def _linalg_norm(
-    input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> dict[str, Any] | str | Instead:
+def _linalg_norm(input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> dict[str, Any] | str:
     """torch.linalg.norm: of two dimensions, or of a matrix, a number is a norm of matrices."""
     dims = reduced(input, dim)
     matrix = not isinstance(dims, str) and len(dims) == 2 and ord is not None
     if not matrix:
         return _norm(input, "fro" if ord is None else ord, dim, keepdim, dtype=dtype)
     return _matrix_norm(input, ord, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
-
-
-def _sums_norm(input: Tensor, summed: int, other: int, largest: bool, keepdim: bool = False) -> Tensor:
-    sums = input.abs().sum(summed, keepdim=True)
-    return (sums.amax if largest else sums.amin)((summed, other), keepdim)
-
-
-@composite(
-    function=_sums_norm, refuses=lambda node, arguments: refuses_reduction(arguments["input"], [arguments["summed"], arguments["other"]])
-)
-@sampled("torch.linalg.matrix_norm(x, 1)", within=NORMED)
-def sums_norm(build: Builder, input: fx.Node, summed: int, other: int, largest: bool, keepdim: bool = False) -> Any:
-    """Return the largest, or smallest, sum of magnitudes along one dimension of a matrix: its 1-norm, or the one of infinity."""
-    sums = build(sum, build(torch.abs, input, demand=WIDE), [summed], True)
-    return build(amax if largest else amin, sums, [summed, other], keepdim)
 
 
 def _normalized(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> dict[str, Any] | str:
