@@ -14,8 +14,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import TensorFact, computes_tensor, fact, is_parameter, part, reads_shape_only, refusal, resolve
-from fxquant.ops.attention.hiding import finely
-from fxquant.ops.attention.softmax import HOST, may_hide
+from fxquant.ops.attention.softmax import HOST, finely, may_hide
 from fxquant.ops.core.casting import IN_DTYPE, truncated
 from fxquant.ops.core.composite import QUANTIZE
 from fxquant.ops.core.record import Operator, Own, Plain, Trait, calls, demand, has_weights, operand_nodes, operator_of, read_nodes

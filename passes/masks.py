@@ -16,8 +16,19 @@ from torch import fx
 
 from fxquant.ir.graph import TensorFact, absorb, fact, inherit, is_parameter, refusal, set_fact
 from fxquant.ops import Operator, Trait, calls, operator_of
-from fxquant.ops.attention.hiding import ABSORBING, Hiding, far_below, level_of
-from fxquant.ops.attention.softmax import added, kept, masked_softmax, may_hide, parts_of, softmax, terms_of
+from fxquant.ops.attention.softmax import (
+    ABSORBING,
+    Hiding,
+    added,
+    far_below,
+    kept,
+    level_of,
+    masked_softmax,
+    may_hide,
+    parts_of,
+    softmax,
+    terms_of,
+)
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.elementwise.arithmetic import add, div, sub
 from fxquant.ops.elementwise.comparison import where

@@ -264,7 +264,7 @@ def _unpool(call: Call, input: Value, indices: Value, sizes: list[int], outside:
     call.emit("unpool", [input.dtype], planes, math.prod(input.shape[2:]), count, outside, input, indices, fails=True)
 
 
-@form(primitives.sampling.sample)
+@form(primitives.resize.sample)
 def _sample(call: Call, input: Value, coordinates: Value, sizes: list[int], *settings: Any) -> None:
     bits, mode, padding, corners, outside, _ = settings
     rank = len(sizes)
@@ -298,7 +298,7 @@ def _convolution(call: Call, input: Value, weight: Value, bias: Value | None, *s
     call.emit("convolution", sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
 
 
-@form(primitives.transposed.transposed_convolution, primitives.transposed.transposed_convolution_wide)
+@form(primitives.accumulate.transposed_convolution, primitives.accumulate.transposed_convolution_wide)
 def _transposed_convolution(call: Call, input: Value, weight: Value, bias: Value | None, *settings: Any) -> None:
     stride, padding, _, dilation, groups, *_ = settings  # the output's own padding is in its shape
     kernel = list(weight.shape[2:])

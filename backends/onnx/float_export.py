@@ -22,8 +22,7 @@ import torch
 from onnx import helper
 from torch import Tensor, fx
 
-from fxquant.backends.onnx.direct import Direct, Plan, is_size
-from fxquant.backends.onnx.exportable import replacement
+from fxquant.backends.onnx.direct import Direct, Plan, is_size, replacement
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner, values_read
 from fxquant.errors import ExportError
 from fxquant.ir.graph import (

@@ -21,8 +21,8 @@ from fxquant.ir.integer import qparams
 from fxquant.kernels.kernel import Built, ChannelsLast, Disagrees, Implementation, Match, NotApplicable, Site, grid, in_order
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, UINT8, IntType, accumulator_bound, power_of_two
 from fxquant.primitives import PRIMITIVES, Role, loop, quantization, role_of
+from fxquant.primitives.accumulate import swap_channels
 from fxquant.primitives.runtime_scales import dynamic_linear
-from fxquant.primitives.transposed import swap_channels
 
 WINDOW = ("stride", "padding", "dilation")
 MOST_PARTS = 32  # convolutions that compute a transposed one: more of them cost more as calls than they save as sums

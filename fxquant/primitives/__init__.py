@@ -40,10 +40,8 @@ from fxquant.primitives import (
     quantization,
     resize,
     runtime_scales,
-    sampling,
     selection,
     shape,
-    transposed,
     varying,
     whole,
 )
@@ -51,7 +49,7 @@ from fxquant.primitives.record import BY_NAME, POINTWISE, PRIMITIVES, Emitter, P
 
 __all__ = [
     "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison", "elementwise", "loop",
-    "pool", "primitive", "product", "quantization", "resize", "role_of", "runtime_scales", "sampling", "selection", "shape", "transposed",
+    "pool", "primitive", "product", "quantization", "resize", "role_of", "runtime_scales", "selection", "shape",
     "varying", "whole",
 ]  # fmt: skip
 

@@ -50,10 +50,10 @@ class OnnxForm(Form):
 
     @cached_property
     def facts(self) -> Mapping[str, Facts]:
-        from fxquant.backends.onnx import reading
+        from fxquant.backends.onnx import runtime
 
         made_of = {entry["tensor"]: entry["name"] for entry in self.onnx.metadata["inputs"] if entry.get("tensor")}
-        operators, provenance = reading.operators(self.onnx), self.onnx.metadata.get("provenance", {})
+        operators, provenance = runtime.operators(self.onnx), self.onnx.metadata.get("provenance", {})
         facts = {}
         for name, kind in self.tensors.items():
             entry = self.onnx.tensors[name]

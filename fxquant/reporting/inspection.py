@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxquant.analysis.layers import Layer, layers, left_in_float
 from fxquant.analysis.text import aligned, text
-from fxquant.backends.onnx import reading
+from fxquant.backends.onnx import runtime
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import DTYPE_NAMES, TensorFact, fact, is_deployed, model_meta, nodes_in, stage_of
@@ -87,11 +87,11 @@ def read(path: str | os.PathLike[str]) -> Contents:
 
 
 def _of_onnx(opened: OnnxModel) -> Contents:
-    operators = reading.operators(opened)
+    operators = runtime.operators(opened)
 
     def row(name: str, entry: Mapping[str, Any]) -> Row:
         value, grid = opened.value(name), described_grid(entry, entry.get("zero_point", 0))
-        return Row(name, operators.get(value, "input"), grid, reading.shape(opened, value))
+        return Row(name, operators.get(value, "input"), grid, runtime.shape(opened, value))
 
     # Tensors quantized inside of an operator have no entry.
     rows = [row(name, entry) for name, entry in opened.tensors.items() if "scale" in entry]
@@ -100,13 +100,13 @@ def _of_onnx(opened: OnnxModel) -> Contents:
         "ONNX file",
         "exported",
         opened.target,
-        tuple(f"{name} {reading.shape(opened, name)}" for name in opened.input_names),
-        tuple(f"{name} {reading.shape(opened, name)}" for name in opened.output_names),
+        tuple(f"{name} {runtime.shape(opened, name)}" for name in opened.input_names),
+        tuple(f"{name} {runtime.shape(opened, name)}" for name in opened.output_names),
         Counter(operators.values()),
         tuple(rows),
         tuple(f"%{name}: {because}" for name, because in opened.in_float.items()),
-        reading.constants(opened),
-        reading.text(opened),
+        runtime.constants(opened),
+        runtime.text(opened),
     )
 
 

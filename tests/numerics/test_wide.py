@@ -19,7 +19,7 @@ from fxquant.ir.integer import notes, qparams
 from fxquant.numerics.grids import INT8, INT16, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, accumulator_bound, table
 from fxquant.ops.core import weighted
 from fxquant.ops.elementwise.table import ON_TENSORS, UNARY
-from fxquant.primitives import accumulate, elementwise, product, quantization, transposed
+from fxquant.primitives import accumulate, elementwise, product, quantization
 from fxquant.quantization.observers import MinMaxObserver
 from tests.shared import contract
 from tests.shared.contract import compiled, graph_values
@@ -82,7 +82,7 @@ def test_a_convolution_of_the_largest_numbers_is_exact(channels: int, weight: st
         layer.weight.copy_(torch.where(torch.rand_like(layer.weight) > 0.2, 1.0, -1.0))
     batch = torch.where(torch.rand(2, channels, 3, 3) > 0.3, 1.0, -1.0)
     integer = assert_contract(nn.Sequential(layer), batch, "nash-e", wide_config(weight), tmp_path)
-    node = next(n for n in integer.graph.nodes if n.target in (accumulate.convolution_wide, transposed.transposed_convolution_wide))
+    node = next(n for n in integer.graph.nodes if n.target in (accumulate.convolution_wide, accumulate.transposed_convolution_wide))
     values = graph_values(integer, batch)
     constant, bias = (resolve(integer, n.target) for n in node.args[1:3])
     flat = constant.flatten(1).long() if not transpose else constant.flatten(1).t().long()

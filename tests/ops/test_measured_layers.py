@@ -11,14 +11,14 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.ir.graph import resolve
 from fxquant.ir.integer import qparams
-from fxquant.primitives import accumulate, product, transposed
+from fxquant.primitives import accumulate, product
 from fxquant.primitives.quantization import quantize, requantize_fixed
 from tests.shared import contract, oracle
 from tests.shared.contract import graph_values
 from tests.shared.networks import members
 
 RULES = {"bayes-e": oracle.Rules("fixed", measured=True), "bernoulli2": oracle.Rules("fixed", resize_bits=8, measured=True, by_layers=True)}
-SUMS = (accumulate.convolution, accumulate.convolution_wide, transposed.transposed_convolution, transposed.transposed_convolution_wide)
+SUMS = (accumulate.convolution, accumulate.convolution_wide, accumulate.transposed_convolution, accumulate.transposed_convolution_wide)
 every_target = pytest.mark.parametrize("target", RULES)
 
 

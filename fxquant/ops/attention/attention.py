@@ -15,8 +15,19 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import dropped_in_training, largest_size
-from fxquant.ops.attention.hiding import HIDDEN, Hiding
-from fxquant.ops.attention.softmax import added, is_scores, kept, may_hide, parts_of, repeated, shares, terms_of, with_empty_rows
+from fxquant.ops.attention.softmax import (
+    HIDDEN,
+    Hiding,
+    added,
+    is_scores,
+    kept,
+    may_hide,
+    parts_of,
+    repeated,
+    shares,
+    terms_of,
+    with_empty_rows,
+)
 from fxquant.ops.core import OPERATORS, WIDE, Builder, TensorFact, composite, fact, is_parameter, taking
 from fxquant.ops.core.record import Parameter, calls
 from fxquant.ops.core.samples import ATTENDED, HEADS, sampled

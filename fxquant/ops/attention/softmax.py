@@ -3,6 +3,15 @@
     softmax(x) = e / Σ e,   log_softmax(x) = d - log Σ e,   logsumexp(x) = max x + log Σ e,   with d = x - max x, e = exp(d)
 
 No e is larger than 1, so its scale is constant: 2^-15. The scales of the differences d, the sum and its reciprocal are calibrated.
+
+The boolean mask that an added float mask is computed from, and the number that it adds where it hides, are recovered:
+
+    (1 - mask) * -1e9              mask                   of booleans, or of 0 and 1, as integers or floats
+    where(mask, 0, -inf)           mask
+    mask.float() * -1e9            not mask
+    causal + padding               both of them
+
+They are found in the graph, not in the values: such a mask is computed from booleans, and is never dequantized.
 """
 
 import math
@@ -13,8 +22,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import BatchDim, TensorFact, is_parameter, parameter_value
-from fxquant.ops.attention.hiding import HIDDEN, only_views
-from fxquant.ops.core import NORMED, WIDE, Builder, Fixed, Trait, composite, fact, sample, sampled, taking, written
+from fxquant.ops.core import NORMED, WIDE, Builder, Fixed, Operator, Trait, composite, fact, sample, sampled, taking, written
+from fxquant.ops.core.casting import in_dtype, to_real
 from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.record import OPERATORS, Same, calls, has_weights, operator_of, register
 from fxquant.ops.elementwise.activation import clamp
@@ -22,11 +31,256 @@ from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.comparison import any as any_of
 from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.table import by_table
-from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers, rank_of, reshape
+from fxquant.ops.elementwise.whole import WHOLE
+from fxquant.ops.movement.shape import MANY_SIZES, identity, many_sizes, numbers, permute, rank_of, reshape
 from fxquant.ops.pooling.totals import sum
-from fxquant.ops.reduction.extremum import amax
+from fxquant.ops.reduction.extremum import amax, amin, minimum
 from fxquant.ops.reduction.moments import over_dimensions, refuses_reduction
 
+HIDDEN = -64.0  # elements this far below the largest of their row have no weight: exp(-64) < 2^-92
+ABSORBING = -1e7  # scores are lost next to it in float32, so that all of a row that is hidden is equal
+
+
+def only_views(record: Operator) -> bool:
+    """Return whether an operator only moves elements, or gives them another float dtype."""
+    return Trait.VIEWS in record.traits or record.function is in_dtype
+
+
+def far_below(value: Any) -> bool:
+    """Return whether a number, or every element of a constant, is so far below the scores that it hides them."""
+    number = _everywhere(value)
+    constant = constant_value(value) if number is None else None
+    return number is not None and number <= HIDDEN if constant is None else bool((constant <= HIDDEN).all())
+
+
+class Hiding:
+    """The boolean form of an added mask.
+
+    adds       the number that it adds to hidden elements; None if there are several
+    otherwise  bool mask of the elements with equal weights in a row that is hidden completely: in a sum of two masks, the elements that
+               at least one of them keeps; None: all
+    """
+
+    def __init__(self, build: Builder, mask: fx.Node) -> None:
+        self._build = build
+        self._mask = mask
+        self.otherwise: fx.Node | None = None
+        self._added: set[float] = set()
+
+    @property
+    def adds(self) -> float | None:
+        return next(iter(self._added)) if len(self._added) == 1 else None
+
+    @property
+    def empty(self) -> str:
+        """The treatment of rows that are hidden completely: `empty` of `masked_softmax`."""
+        if self.adds is None or self.adds == -math.inf:
+            return "zeros"
+        return "equal" if self.adds <= ABSORBING else "whole"
+
+    def kept(self, mask: Any, dim: int | None) -> fx.Node | None:
+        """Return a bool node, True where the added mask is 0; None if the mask is not computed from booleans alone.
+
+        `dim`, counted from the end, is the dimension of the softmax; None if it is unknown.
+        """
+        if not isinstance(mask, fx.Node):
+            return None
+        if is_parameter(mask):
+            return self._of_constant(mask)
+        record = operator_of(mask)
+        if record is None:
+            return None
+        arguments = record.arguments(mask)
+        function = record.function
+        if only_views(record):
+            return self._moved(mask, self.kept(arguments["input"], _dim_before(mask, dim)))
+        if function is where:
+            return self._chosen(**arguments, dim=dim)
+        if function is minimum or (function is add and arguments["alpha"] == 1):
+            left, right = (self.kept(arguments[name], dim) for name in ("input", "other"))
+            return self._both(left, right) if function is minimum else self._sum(left, right, dim, mask)
+        bound = arguments.get("other", arguments.get("min"))
+        if Trait.BOUNDED_BELOW in record.traits and far_below(bound) and arguments.get("max") is None:
+            return self.kept(arguments["input"], dim)
+        if function is torch.neg:
+            product = arguments["input"]
+            return self._multiple(**OPERATORS[mul].arguments(product), dim=dim, sign=-1) if calls(product, mul) else None
+        if function is torch.log:
+            return self._seen(-math.inf, self.holds(arguments["input"], dim, True))
+        return self._multiple(**arguments, dim=dim) if function is mul else None
+
+    def _multiple(self, input: Any, other: Any, dim: int | None, sign: int = 1) -> fx.Node | None:
+        """Return the bool node kept by number · b or number · (b - 1), with b a boolean as 0 and 1; None for any other product."""
+        for factor, value in ((other, input), (input, other)):
+            number = _everywhere(factor)
+            number = None if number is None else sign * number
+            if number is not None and number <= HIDDEN:
+                return self._seen(number, self._not(self.holds(value, dim, False)))
+            if number is not None and number >= -HIDDEN:
+                return self._seen(-number, self._less_one(value, dim))
+        return None
+
+    def holds(self, value: Any, dim: int | None, largest: bool) -> fx.Node | None:
+        """Return where a tensor of only 0 and 1 is 1.
+
+        For float inputs: where they are the largest of their row, or, without `largest`, where they are not the smallest.
+        """
+        if not isinstance(value, fx.Node) or not isinstance(fact(value), TensorFact):
+            return None
+        if is_parameter(value):
+            return self._of_zeros_and_ones(value)
+        record, dtype = operator_of(value), fact(value).dtype
+        if dtype == torch.bool:
+            return value
+        if record is None:
+            return self._given(value, dim, largest) if value.op == "placeholder" and dtype == torch.float32 else None
+        arguments = record.arguments(value)
+        if record.function is to_real:
+            return self._build.host(WHOLE["gt"], arguments["input"], 0)
+        if only_views(record):
+            return self._moved(value, self.holds(arguments["input"], _dim_before(value, dim), largest))
+        if record.function is where:
+            branches = _everywhere(arguments["input"]), _everywhere(arguments["other"])
+            return arguments["condition"] if branches == (1, 0) else self._not(arguments["condition"]) if branches == (0, 1) else None
+        if record.function is sub and arguments["alpha"] == 1 and _everywhere(arguments["input"]) == 1:
+            return self._not(self.holds(arguments["other"], dim, not largest))
+        if record.function is mul:
+            factors = [self.holds(arguments[name], None, largest) for name in ("input", "other")]
+            return self._both(*factors)
+        return None
+
+    def _of_zeros_and_ones(self, constant: fx.Node) -> fx.Node | None:
+        value = constant_value(constant)
+        plain = value is not None and not value.is_complex() and bool(((value == 0) | (value == 1)).all())
+        return self._build.host(torch.ne, constant, 0) if plain else None
+
+    def _given(self, mask: fx.Node, dim: int | None, largest: bool) -> fx.Node | None:
+        if dim is None or len(fact(mask).shape) < -dim or not isinstance(fact(mask).shape[dim], int):
+            return None
+        wide = self._build.host(finely, mask)
+        return self._build.host(torch.eq if largest else torch.ne, wide, self._build.host(amax if largest else amin, wide, [dim], True))
+
+    def _less_one(self, value: Any, dim: int | None) -> fx.Node | None:
+        """Compute (mask - 1) · 1e9."""
+        record = operator_of(value) if isinstance(value, fx.Node) else None
+        if record is None or Trait.ADDS not in record.traits:
+            return None
+        arguments = record.arguments(value)
+        one = 1 if record.function is sub else -1
+        subtracts_one = _everywhere(arguments["other"]) == one and arguments["alpha"] == 1
+        return self.holds(arguments["input"], dim, True) if subtracts_one else None
+
+    def _chosen(self, condition: Any, input: Any, other: Any, dim: int | None) -> fx.Node | None:
+        if not isinstance(condition, fx.Node):
+            return None
+        for hidden, visible, keeps in ((other, input, True), (input, other, False)):
+            if far_below(hidden) and not far_below(visible):
+                self._added |= _numbers(hidden)
+                keep = condition if keeps else self._not(condition)
+                return keep if _everywhere(visible) == 0 else self._both(keep, self.kept(visible, dim))
+        return None
+
+    def _sum(self, left: fx.Node | None, right: fx.Node | None, dim: int | None, node: fx.Node) -> fx.Node | None:
+        """Return the bool node that a sum of two masks keeps: their conjunction.
+
+        In a row where the conjunction is empty, keep the disjunction: there exactly one mask adds its number to every element.
+        """
+        if left is None or right is None or dim is None or self.adds is None:
+            return None
+        both, one = self._build.host(torch.logical_and, left, right), self._build.host(torch.logical_or, left, right)
+        if self.empty == "equal" and node is self._mask:
+            self.otherwise = one
+            return both
+        nonempty = self._build.host(any_of, both, [dim], True)
+        alone = self._build.host(torch.logical_and, one, self._build.host(torch.logical_not, nonempty))
+        return self._build.host(torch.logical_or, both, alone)
+
+    def _of_constant(self, mask: fx.Node) -> fx.Node | None:
+        value = constant_value(mask)
+        if value is None or not value.is_floating_point() or not bool(((value == 0) | (value <= HIDDEN)).all()):
+            return None
+        self._added |= set(value[value != 0].flatten().tolist())
+        return self._build.host(torch.eq, mask, 0.0)
+
+    def _seen(self, adds: float, visible: fx.Node | None) -> fx.Node | None:
+        self._added.add(adds)
+        return visible
+
+    def _not(self, value: fx.Node | None) -> fx.Node | None:
+        if value is not None and value.target is torch.logical_not:
+            opposite: fx.Node = value.args[0]  # type: ignore[assignment]
+            return opposite
+        return None if value is None else self._build.host(torch.logical_not, value)
+
+    def _both(self, left: Any, right: Any) -> fx.Node | None:
+        return None if left is None or right is None else self._build.host(torch.logical_and, left, right)
+
+    def _moved(self, node: fx.Node, visible: fx.Node | None) -> fx.Node | None:
+        """Move booleans as the node moves numbers."""
+        record = operator_of(node)
+        assert record is not None
+        if visible is None or record.function in (identity, in_dtype):
+            return visible
+        return self._build.host(node.target, visible, *node.args[1:])  # type: ignore[arg-type]
+
+
+def _numbers(value: Any) -> set[float]:
+    """Return the set of distinct numbers in a constant, or of a number itself."""
+    number = _everywhere(value)
+    if number is not None:
+        return {number}
+    constant = constant_value(value)
+    assert constant is not None
+    return set(constant.flatten().tolist())
+
+
+def level_of(constant: fx.Node) -> float | None:
+    """Return the only nonzero number of a constant mask; None if there are several or none."""
+    levels = {number for number in _numbers(constant) if number != 0}
+    return next(iter(levels)) if len(levels) == 1 else None
+
+
+def _dim_before(node: fx.Node, dim: int | None) -> int | None:
+    """Return the dimension of a node's operand that becomes dimension `dim` of its result: -1, or None if it is another one."""
+    before, after, record = fact(node.args[0]).shape, fact(node).shape, operator_of(node)  # type: ignore[arg-type]
+    if record is None or dim != -1 or not before or before[-1] != after[-1]:
+        return None
+    return None if record.function is permute and node.args[1][-1] not in (-1, len(before) - 1) else -1  # type: ignore[index, operator]
+
+
+def finely(input: Tensor) -> Tensor:
+    """Return a float mask unchanged, to be quantized in the widest dtype of the target.
+
+    The largest element of a row has to be distinguished from the others.
+    """
+    return input
+
+
+def _everywhere(value: Any) -> float | None:
+    """Return the one number that a number, a constant, or a tensor that the model creates holds everywhere; None where there is none."""
+    if isinstance(value, int | float):
+        return float(value)
+    if not isinstance(value, fx.Node):
+        return None
+    if is_parameter(value):
+        tensor = constant_value(value)
+        return float(tensor.flatten()[0]) if tensor is not None and tensor.numel() and bool((tensor == tensor.flatten()[0]).all()) else None
+    name = value.target if isinstance(value.target, str) else getattr(value.target, "__name__", "")
+    if name in ("zeros_like", "zeros", "new_zeros"):
+        return 0.0
+    if name in ("ones_like", "ones", "new_ones"):
+        return 1.0
+    if name == "mul":
+        factors = [_everywhere(factor) for factor in value.args[:2]]
+        return None if None in factors else factors[0] * factors[1]  # type: ignore[operator]
+    number = value.args[1] if len(value.args) > 1 else value.kwargs.get("fill_value")
+    return float(number) if name in ("full_like", "new_full", "full") and isinstance(number, int | float) else None
+
+
+register("finely", finely, ("input",), lambda lowering, input: input, Same(), dtypes={"input": "int16"})
+
+
+# ---- Softmax and its logarithm ---------------------------------------------------------------------------------------
 AT_MOST_ONE = Fixed(2.0**-15, "int16")
 
 
@@ -104,7 +358,7 @@ def logsumexp(build: Builder, input: fx.Node, dim: list[int], keepdim: bool = Fa
 #
 # The maximum is taken over the kept elements, so that Σ e ≥ 1. A row that is hidden completely becomes zeros.
 # An added mask (of -10000, -inf, …) is split into a boolean mask and a bias of the kept elements. Where the mask is computed from
-# booleans, `fxquant.ops.attention.hiding` recovers these from the graph. Otherwise both are computed in float; for a constant, once.
+# booleans, `Hiding` recovers these from the graph. Otherwise both are computed in float; for a constant, once.
 LOWEST = -1e9  # saturates on every grid
 SMALLEST = -12.0  # exp of it is less than half a step of 2^-15
 

@@ -14,16 +14,19 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import largest_size
-from fxquant.ops.core import WIDE, Builder, Instead, Trait, composite, fact
+from fxquant.ops.core import POSITIVE, WIDE, Builder, Instead, Trait, composite, fact
 from fxquant.ops.core import numbers as numeric
 from fxquant.ops.core.declare import COMPUTED, NO_DIMENSIONS, are_fixed, settings_of, shape_of
 from fxquant.ops.core.record import Parameter
 from fxquant.ops.core.samples import IMAGES, NORMED, sample, sampled, written
 from fxquant.ops.elementwise.arithmetic import div, mul, sub
-from fxquant.ops.elementwise.table import shifted
+from fxquant.ops.elementwise.comparison import where
+from fxquant.ops.elementwise.table import shifted, tabled
 from fxquant.ops.movement.shape import MANY_SIZES, numbers, reshape
+from fxquant.ops.normalization import channels
 from fxquant.ops.normalization.channels import extent_of, magnitude_of, normalized_instances, scale_channels, unit_and_inverse
 from fxquant.ops.pooling.totals import mean, sum
+from fxquant.ops.reduction.extremum import amax, amin
 from fxquant.quantization.weights import BatchNormTensors
 
 
@@ -213,3 +216,112 @@ def rms_norm(
         return build(mul, unit, inverse)
     normalized = build(mul, unit, inverse, demand=WIDE)
     return build(scale_channels, normalized, weight, None) if len(dims) == 1 else build(mul, normalized, weight)
+
+
+# ---- Norms of vectors and of matrices, and division by norms: composites with 16-bit inner tensors
+#
+#     norm(x) = (Σ |x|^p)^(1/p)
+#
+# The inverse of a norm is one table, s^(-1/p), with 0 at s = 0: a row of zeros stays a row of zeros. Rows that are divided by their norms
+# are brought to one magnitude first, as the items of a layer norm are.
+@tabled(lambda x, root=2.0: x ** (-1 / root) if x > 0 else 0.0)
+@sampled("F.normalize(x, dim=1)", over=POSITIVE, within=NORMED)
+def inverse_root(input: Tensor, root: float = 2.0) -> Tensor:
+    """Return x^(-1/root) of positive numbers, and 0 of 0."""
+    return torch.where(input > 0, input.clamp_min(torch.finfo(torch.float32).tiny) ** (-1 / root), 0.0)
+
+
+def _powers(build: Builder, input: fx.Node, p: float, dims: list[int], keepdim: bool, last: dict[str, Any]) -> tuple[fx.Node, float]:
+    """Return (tensor, degree): the norm is the degree-th root of the tensor. `last` is the demand for a tensor that is the norm."""
+    if p == 2:
+        return build(sum, build(mul, input, input, demand=WIDE), dims, keepdim, demand=WIDE), 2.0
+    if p == 0:
+        return build(sum, build(where, build(torch.ne, input, 0.0), 1.0, 0.0), dims, keepdim, **last), 1.0
+    magnitude = build(torch.abs, input, demand=WIDE)
+    if p == math.inf:
+        return build(amax, magnitude, dims, keepdim), 1.0
+    if p == -math.inf:
+        return build(amin, magnitude, dims, keepdim), 1.0
+    if p == 1:
+        return build(sum, magnitude, dims, keepdim, **last), 1.0
+    return build(sum, build(torch.pow, magnitude, float(p), demand=WIDE), dims, keepdim, demand=WIDE), float(p)
+
+
+def _norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> dict[str, Any] | str:
+    """torch.norm and Tensor.norm: the numbers are norms of vectors, over whatever dimensions."""
+    if dtype not in (None, torch.float32):
+        return f"it computes in {dtype}"
+    dims = reduced(input, dim)
+    if isinstance(dims, str):
+        return dims
+    p = 2 if p in (None, "fro") else p
+    if not isinstance(p, int | float):
+        return f"the norm {p!r} has no integer form"
+    return {"input": input, "p": float(p), "dim": dims, "keepdim": keepdim}
+
+
+def _matrix_norm(input: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None) -> dict[str, Any] | str:
+    if ord != "fro":
+        return f"the matrix norm {ord!r} has no integer form"
+    return _norm(input, "fro", dim, keepdim, None, dtype)
+
+
+def _linalg_norm(input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> dict[str, Any] | str:
+    """torch.linalg.norm: of two dimensions, or of a matrix, a number is a norm of matrices."""
+    dims = reduced(input, dim)
+    matrix = not isinstance(dims, str) and len(dims) == 2 and ord is not None
+    if not matrix:
+        return _norm(input, "fro" if ord is None else ord, dim, keepdim, dtype=dtype)
+    return _matrix_norm(input, ord, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
+
+
+def _normalized(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> dict[str, Any] | str:
+    dims = reduced(input, dim)
+    return dims if isinstance(dims, str) else {"input": input, "p": float(p), "dim": dims, "eps": eps}
+
+
+def _refuses_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    p = arguments["p"]
+    if not isinstance(p, float) or (p < 0 and p != -math.inf) or math.isnan(p):
+        return f"the {p}-norm has no integer form"
+    if p <= 0 and "eps" in arguments:
+        return f"it divides by the {p}-norm"
+    return refuses_reduction(arguments["input"], arguments["dim"])
+
+
+@composite(
+    function=lambda input, p, dim, keepdim=False: torch.linalg.vector_norm(input, p, dim, keepdim),
+    adapt=_norm,
+    calls={
+        torch.linalg.norm: _linalg_norm,
+        torch.linalg.vector_norm: lambda input, ord=2, dim=None, keepdim=False, *, dtype=None: _norm(input, ord, dim, keepdim, None, dtype),
+        torch.linalg.matrix_norm: _matrix_norm,
+    },
+    traits=frozenset({Trait.STATISTIC}),
+    refuses=_refuses_norm,
+)
+@sampled("torch.norm(x, dim=1)", "torch.norm(x, 1, (1, 2), True)", "x.norm(math.inf, 1)", "torch.linalg.norm(x, dim=(2, 3))", within=NORMED)
+@sampled("torch.linalg.vector_norm(x, 3, (1, 2))", "torch.linalg.vector_norm(x, -math.inf, dim=1)", within=NORMED)
+@sampled("torch.linalg.matrix_norm(x)", within=NORMED)
+def norm(build: Builder, input: fx.Node, p: float, dim: list[int], keepdim: bool = False) -> Any:
+    """Compute the p-norm over dimensions: (Σ |x|^p)^(1/p).
+
+    For p = inf it is the largest magnitude, for -inf the smallest, for 0 how many elements are not 0.
+    """
+    total, root = _powers(build, input, p, dim, keepdim, {})
+    return total if root == 1 else build(torch.sqrt, total) if root == 2 else build(torch.pow, total, 1 / root)
+
+
+@composite(
+    function=lambda input, p, dim, eps=1e-12: input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps),
+    adapt=_normalized,
+    refuses=_refuses_norm,
+    samples=(sample(within=NORMED, input=(3, 6, 6), p=1.0, dim=[1]),),
+)
+def normalize(build: Builder, input: fx.Node, p: float, dim: list[int], eps: float = 1e-12) -> Any:
+    """Return the elements over the p-norm of theirs along dimensions."""
+    unit = input
+    if build.normalizes_items:
+        unit = build(channels.of_one_magnitude, input, magnitude_of(build, input, dim), channels.NOT_ZERO, demand=WIDE)
+    total, root = _powers(build, unit, p, dim, True, {"demand": WIDE})
+    return build(mul, unit, build(inverse_root, total, root, demand=WIDE))

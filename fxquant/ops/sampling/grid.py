@@ -17,7 +17,7 @@ from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT16, Grid
 from fxquant.ops.core import IMAGES, SAMPLED, Call, Lowering, Quantized, Ratio, Same, are_fixed, lowered, sampled
 from fxquant.ops.core.declare import fixed_sizes, known_sizes, real
 from fxquant.primitives import elementwise, product, shape
-from fxquant.primitives.sampling import sample
+from fxquant.primitives.resize import sample
 
 MODES, PADDINGS = ("bilinear", "nearest"), ("zeros", "border", "reflection")
 FRACTION_BITS = 8
