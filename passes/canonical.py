@@ -29,7 +29,7 @@ from fxquant.ops.movement.repeating import cat, expand, stack
 from fxquant.ops.movement.shape import identity, is_cast, is_power, reshape
 from fxquant.passes.rewriting import bypass, eliminate_dead, substitute
 from fxquant.pipeline import Context
-from fxquant.primitives.comparison import RELATIONS
+from fxquant.primitives.selection import RELATIONS
 from fxquant.primitives.whole import DTYPES
 
 PURE = ("math", "_operator", "builtins")  # modules whose functions do nothing but return a number

@@ -18,7 +18,7 @@ from torch import fx
 
 from fxquant.ir.graph import Size, TensorFact, fact, inherit, is_parameter, set_fact, shape_of
 from fxquant.ops import calls, operator_of
-from fxquant.ops.indexing.assignment import setitem
+from fxquant.ops.indexing.advanced import setitem
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.repeating import cat, stack
 from fxquant.ops.movement.shape import permute, reshape

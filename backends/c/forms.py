@@ -112,7 +112,7 @@ def _each(name: str, numbers: int = 0) -> Any:
 form(primitives.quantization.accumulator_output)(_each("accumulator_output"))
 form(primitives.elementwise.widen)(_each("widen"))
 form(primitives.elementwise.negate)(_each("negate"))
-form(primitives.comparison.opposite)(_each("opposite"))
+form(primitives.selection.opposite)(_each("opposite"))
 form(primitives.whole.converted)(_each("converted"))
 form(primitives.elementwise.centre)(_each("centre", 1))
 form(primitives.elementwise.shift_right)(_each("shift_right", 1))
@@ -158,7 +158,7 @@ _pair_form(primitives.product.maximum, "The larger of two integers on one scale.
 _pair_form(primitives.product.minimum, "The smaller of two integers on one scale.", "a < b ? a : b")
 
 
-@form(primitives.comparison.compare)
+@form(primitives.selection.compare)
 def _compare(call: Call, input: Value, other: Value, relation: str) -> None:
     width = torch.promote_types(input.dtype, other.dtype)
     kind = {torch.float32: "float", torch.float64: "double"}.get(width, "int64_t")
@@ -415,7 +415,7 @@ form(primitives.product.rectify)(
         "rectify", [input.dtype, negative.dtype, call.dtype], *_beside(call, negative), input, positive, negative
     )
 )
-form(primitives.comparison.logic)(
+form(primitives.selection.logic)(
     lambda call, input, other, operation: pair(
         call, f"logic_{operation}", "A logical operation on two bool tensors.", LOGIC[operation], input, other
     )
@@ -460,7 +460,7 @@ form(primitives.accumulate.linear, primitives.accumulate.linear_wide)(
         "linear", sum_types(call, input, weight, bias), math.prod(input.shape[:-1]), *reversed(weight.shape), input, weight, bias
     )
 )
-form(primitives.comparison.choose, primitives.whole.chosen)(
+form(primitives.selection.choose, primitives.whole.chosen)(
     lambda call, input, other, condition: call.emit(
         "choose", [input.dtype, other.dtype, condition.dtype, call.dtype], *_beside(call, input, other, condition), input, other, condition
     )

@@ -12,7 +12,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.ops import FUNCTIONS
 from fxquant.ops.core import custom
 from fxquant.ops.layers.convolution import deform_conv2d
-from fxquant.ops.sampling.grid import warp
+from fxquant.ops.sampling.resize import warp
 
 
 class Warp(nn.Module):

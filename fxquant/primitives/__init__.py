@@ -32,7 +32,6 @@ from torch import Tensor
 
 from fxquant.primitives import (
     accumulate,
-    comparison,
     elementwise,
     loop,
     pool,
@@ -48,9 +47,8 @@ from fxquant.primitives import (
 from fxquant.primitives.record import BY_NAME, POINTWISE, PRIMITIVES, Emitter, Primitive, Role, ZeroPoint, primitive, role_of
 
 __all__ = [
-    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison", "elementwise", "loop",
-    "pool", "primitive", "product", "quantization", "resize", "role_of", "runtime_scales", "selection", "shape",
-    "varying", "whole",
+    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "elementwise", "loop", "pool",
+    "primitive", "product", "quantization", "resize", "role_of", "runtime_scales", "selection", "shape", "varying", "whole",
 ]  # fmt: skip
 
 

@@ -11,9 +11,8 @@ from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.layers.convolution import conv2d
 from fxquant.ops.movement.pad import pad
 from fxquant.ops.movement.shape import numbers, reshape
-from fxquant.ops.pooling.adaptive import adaptive_avg_pool2d
 from fxquant.ops.pooling.pool import avg_pool2d, max_pool2d, window_divisor
-from fxquant.ops.pooling.totals import mean
+from fxquant.ops.pooling.totals import adaptive_avg_pool2d, mean
 from fxquant.ops.pooling.totals import sum as total
 from fxquant.ops.reduction.extremum import amax
 from fxquant.remedies.rewriting import Rewriting, even, remedy

@@ -30,12 +30,12 @@ WORDS = {
     ("fxquant.ir.functional", "__getitem__"),
     # words for an argument of PyTorch: `rounding_mode`, `mode`, `reduce`, and the kinds of recurrent layers
     ("fxquant.ops.elementwise.arithmetic", "floor"),
-    ("fxquant.ops.indexing.bags", "sum"),
+    ("fxquant.ops.indexing.index", "sum"),
     ("fxquant.ops.indexing.scatter", "sum"),
     ("fxquant.ops.recurrent.recurrence", "lstm"),
     ("fxquant.ops.sampling.resize", "linear"),
     # words for an argument of a primitive, where it is declared, and in C: `relation`, `operation`
-    ("fxquant.primitives.comparison", "eq"),
+    ("fxquant.primitives.selection", "eq"),
     ("fxquant.primitives.whole", "add"),
     ("fxquant.backends.c.forms", "eq"),
     # keywords of a layer's function for what is fused into it

@@ -28,8 +28,8 @@ from fxquant.ops.core.declare import shape_of as shape_of
 from fxquant.ops.core.sums import lower_add
 from fxquant.primitives import accumulate, elementwise, product
 from fxquant.primitives.arithmetic import LAYER, WIDE_LAYER
-from fxquant.primitives.comparison import choose, compare
 from fxquant.primitives.record import Role, role_of
+from fxquant.primitives.selection import choose, compare
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import BatchNorm, QuantizedWeight, correct_batch, fold, fold_bias, multiplied, running_gain
 from fxquant.training import fused_layers

@@ -18,7 +18,7 @@ from fxquant.ops.core import Lowering, Plain, Quantized, Same, TensorFact, Trait
 from fxquant.ops.core.declare import Branch, dtype_of, is_finite, on_the_output, real
 from fxquant.ops.core.samples import ALIGNED, sample, sampled, written
 from fxquant.ops.elementwise.whole import WHOLE, alike
-from fxquant.primitives import comparison, selection
+from fxquant.primitives import selection
 
 NEVER = 2 * int(BOUNDARY_LIMIT)  # no integer of a grid is as large
 
@@ -30,7 +30,7 @@ def threshold(value: Tensor | float, grid: Grid, relation: str) -> Tensor:
     """
     real = torch.as_tensor(value, device=grid.scale.device).detach().to(torch.float32)
     quotient = (real.double() / grid.scale.double()).clamp(-BOUNDARY_LIMIT, BOUNDARY_LIMIT)
-    rounding = comparison.RELATIONS[relation].rounding
+    rounding = selection.RELATIONS[relation].rounding
     if rounding is None:
         return torch.where(quotient == quotient.round(), quotient, float(NEVER))
     return quotient.floor() if rounding == "floor" else quotient.ceil()
@@ -53,15 +53,15 @@ def _common(lowering: Lowering, input: Quantized, other: Quantized) -> tuple[Any
 def _lower_comparison(relation: str) -> Callable[..., Any]:
     def lower(lowering: Lowering, input: Quantized | Tensor | float, other: Quantized | Tensor | float) -> Any:
         if isinstance(input, Quantized) and isinstance(other, Quantized):
-            return lowering.call(comparison.compare, *_common(lowering, input, other), relation)
+            return lowering.call(selection.compare, *_common(lowering, input, other), relation)
         first = isinstance(input, Quantized)
-        tensor, value, holds = (input, other, relation) if first else (other, input, comparison.RELATIONS[relation].swapped)
+        tensor, value, holds = (input, other, relation) if first else (other, input, selection.RELATIONS[relation].swapped)
         assert isinstance(tensor, Quantized)
         assert not isinstance(value, Quantized)
         role = "other" if first else "input"
         lowering.describe(role, tensor.scale)
         limit = lowering.constant(role, threshold(value, tensor.grid, holds), torch.int32)
-        return lowering.call(comparison.compare, tensor.value, limit, holds)
+        return lowering.call(selection.compare, tensor.value, limit, holds)
 
     return lower
 
@@ -113,7 +113,7 @@ def _combines(operation: str, bitwise: Callable[..., Any]) -> None:
 
     def lower(lowering: Lowering, input: Any, other: Any) -> Any:
         names = [lowering.given(role, value, torch.bool) for role, value in (("input", input), ("other", other))]
-        return lowering.call(comparison.logic, *names, operation)
+        return lowering.call(selection.logic, *names, operation)
 
     lowered(
         f"bitwise_{operation}",
@@ -153,7 +153,7 @@ _combines("xor", operator.xor)
 @sampled("logical_not(x > 0)", "bitwise_not(x > 0)", "~(x > 0)", "(x > 0).__invert__()")
 def logical_not(lowering: Lowering, input: Any) -> Any:
     """Compute torch.logical_not."""
-    return lowering.call(comparison.opposite, lowering.given("input", input, torch.bool))
+    return lowering.call(selection.opposite, lowering.given("input", input, torch.bool))
 
 
 def _of_finite_numbers(name: str, relation: str, *traits: Trait) -> None:
@@ -161,7 +161,7 @@ def _of_finite_numbers(name: str, relation: str, *traits: Trait) -> None:
 
     def lower(lowering: Lowering, input: Quantized) -> Any:
         """Compare the integers with themselves: they are finite, so all elements pass `relation`, or none."""
-        return lowering.call(comparison.compare, input.value, input.value, relation)
+        return lowering.call(selection.compare, input.value, input.value, relation)
 
     lowered(name=name, function=getattr(torch, name), demand=Plain("bool"), traits=frozenset(traits), samples=written(f"{name}(x)"))(lower)
 
@@ -259,6 +259,6 @@ def where(lowering: Lowering, condition: Any, input: Branch, other: Branch) -> Q
     """
     chosen = lowering.given("condition", condition, torch.bool)
     return lowering.result(
-        lambda: lowering.call(comparison.choose, on_the_output(lowering, input, "input"), on_the_output(lowering, other, "other"), chosen),
+        lambda: lowering.call(selection.choose, on_the_output(lowering, input, "input"), on_the_output(lowering, other, "other"), chosen),
         lambda: where(condition, real(input), real(other)),
     )

@@ -17,7 +17,7 @@ from fxquant.ops.elementwise.arithmetic import limited
 from fxquant.ops.elementwise.table import POLE, by_table, for_positive, of_inverse, tabled, unary
 from fxquant.ops.elementwise.whole import WHOLE, alike
 from fxquant.primitives import elementwise, product
-from fxquant.primitives.comparison import choose, compare
+from fxquant.primitives.selection import choose, compare
 
 
 def _sigmoid(x: float) -> float:

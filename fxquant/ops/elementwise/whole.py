@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from fxquant.ops.core import Lowering, Plain, TensorFact, fact, is_parameter, register, written
 from fxquant.ops.core.declare import Guard, first_reason, fixed, meets, needs
 from fxquant.ops.core.record import OnIntegers
-from fxquant.primitives import comparison, selection, shape
+from fxquant.primitives import selection, shape
 from fxquant.primitives import whole as primitives
 
 WHOLE_NUMBERS, TRUTH_VALUES = Plain("int64"), Plain("bool")
@@ -125,7 +125,7 @@ def _compared(relation: str) -> Callable[..., Any]:
     return _whole(
         relation,
         lambda input, other: getattr(torch, relation)(as_whole(input), as_whole(other)),
-        lambda steps, input, other: steps.call(comparison.compare, steps.held(input), steps.held(other), relation),
+        lambda steps, input, other: steps.call(selection.compare, steps.held(input), steps.held(other), relation),
         f"torch.{relation}(x.argmax(3), y.argmax(3))",
         demand=TRUTH_VALUES,
     )
@@ -192,7 +192,7 @@ def _cat(steps: Steps, tensors: list[Any], dim: int) -> Any:
 def _argmax(steps: Steps, input: Value, dim: int, keepdim: bool) -> Any:
     """Return the int64 index of the first element along `dim` that equals the largest."""
     largest = steps.call(primitives.reduced, input, [dim], True, "largest")
-    equal = steps.call(primitives.converted, steps.call(comparison.compare, input, largest, "eq"), torch.int64)
+    equal = steps.call(primitives.converted, steps.call(selection.compare, input, largest, "eq"), torch.int64)
     return steps.call(selection.arg_extremum, equal, dim, keepdim, True)
 
 
@@ -215,7 +215,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
                 "subtract", steps("add", input, other), _scaled(steps, steps("and", input, other), times)))
             for function, times in ((torch.bitwise_or, 1), (torch.bitwise_xor, 2))
         ),
-        *map(_compared, comparison.RELATIONS),
+        *map(_compared, selection.RELATIONS),
         _shifts("lshift", torch.bitwise_left_shift, "multiply"), _shifts("rshift", torch.bitwise_right_shift, "quotient"),
         _whole("abs", lambda input: torch.abs(input), _magnitude, "(x.argmax(3) - 3).abs()", reads=("input",)),
         _whole("clamp", _clamp_number, _clamp, "x.argmax(3).clamp(1, 4)", "x.argmax(3).clamp(max=y.argmax(3))",

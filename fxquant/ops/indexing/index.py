@@ -1,4 +1,4 @@
-"""Choosing elements: indexing, splitting, selecting."""
+"""Choosing elements: indexing, splitting, selecting; the sum, mean or largest of the rows of a table that a bag of indices names."""
 
 import builtins
 import itertools
@@ -13,12 +13,29 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import BatchDim, Size, TensorFact, fact, is_parameter, shape_of
-from fxquant.ops.core import Call, Layer, Lowering, Quantized, are_fixed, known_size, lowered, places, selected, settings_of
-from fxquant.ops.core.declare import bound, dtype_of, first_reason, fixed, function_and_method, needs, on_the_output
+from fxquant.ops.core import NORMED, Builder, Call, Layer, Lowering, Quantized, are_fixed, known_size, places, selected
+from fxquant.ops.core.declare import (
+    bound,
+    composite,
+    dtype_of,
+    first_reason,
+    fixed,
+    fixed_along,
+    function_and_method,
+    has_dimensions,
+    listed,
+    lowered,
+    needs,
+    on_the_output,
+    settings_of,
+)
 from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
-from fxquant.ops.core.record import Instead, Own, Same, Trait
+from fxquant.ops.core.record import Instead, Own, Plain, Same, Trait, operator_named
 from fxquant.ops.core.samples import ROUNDED, sampled
-from fxquant.ops.movement.shape import interleave, piece, pieces_of, rank_of, sizes_of
+from fxquant.ops.elementwise.arithmetic import mul
+from fxquant.ops.movement.shape import interleave, piece, pieces_of, rank_of, reshape, sizes_of
+from fxquant.ops.pooling import totals
+from fxquant.ops.reduction.extremum import amax
 from fxquant.primitives import selection, shape
 
 FOR_GRADIENTS = ("padding_idx", "scale_grad_by_freq", "sparse")  # arguments of an embedding that do not change its result
@@ -393,3 +410,116 @@ def getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Quantized
         left = [(entry, 1 if entry is None else next(sizes)) for entry in index]
         value = lowering.call(shape.reshape, value, [size for entry, size in left if not isinstance(entry, int)])
     return input.with_value(value)
+
+
+# ---- Bags of embeddings ----------------------------------------------------------------------------------------------
+@lowered(
+    adapt=lambda tensor, num_classes=-1: {"input": tensor, "num_classes": num_classes},
+    reads=("input",),
+    refuses=(
+        needs("its operand is not an integer tensor", lambda arguments: dtype_of(arguments["input"]) == torch.int64),
+        needs(
+            "the size of its result depends on the data",
+            lambda arguments: isinstance(arguments["num_classes"], int) and arguments["num_classes"] > 0,
+        ),
+    ),
+    demand=Plain("int64"),
+)
+@sampled("one_hot(x.argmax(3), 6)")
+def one_hot(lowering: Lowering, input: Any, num_classes: int) -> Any:
+    """Return for each integer a vector of zeros with a 1 at its place, along a new last dimension: int64.
+
+    Take rows of the unit matrix.
+    """
+    unit = lowering.given("unit", torch.eye(num_classes, dtype=torch.int64, device="cpu"), torch.int64)
+    return lowering.call(shape.rows, unit, lowering.given("input", input, torch.int64))
+
+
+def _counted_along(input: Any, dim: Any = None) -> dict[str, Any] | str:
+    if fact(input).dtype != torch.bool:
+        return "its operand is not a boolean tensor"
+    rank = len(shape_of(input))
+    return {"input": input, "dim": [d % rank for d in (range(rank) if dim is None else listed([dim]))]}
+
+
+@lowered(
+    adapt=_counted_along,
+    reads=("input",),
+    onnx=lambda c: c.reduced("ReduceSum", c.do("Cast", c.operand("input"), to=torch.int64), list(c["dim"]), False),
+    refuses=(has_dimensions(), fixed_along("dim", "it counts over the batch, whose size is not fixed")),
+    demand=Plain("int64"),
+)
+@sampled("torch.count_nonzero(x > 0.2, (1, 2))", "(x > 0.2).count_nonzero(1)")
+def count_nonzero(lowering: Lowering, input: Any, dim: list[int]) -> Any:
+    """Count how many of the booleans along dimensions are true: int64."""
+    return lowering.call(selection.count, lowering.given("input", input, torch.bool), list(dim), False)
+
+
+OFFSETS = "its bags begin at offsets: give bags of one size, [bags, size]"
+
+
+def _why_no_bags(max_norm: float | None, padding_idx: int | None, include_last_offset: bool, scale_grad_by_freq: bool) -> str | None:
+    """Return why bags with these settings have no integer form; None where they have one."""
+    reasons = {
+        CHANGES: max_norm is not None,
+        "its bags leave out the rows of its padding_idx": padding_idx is not None,
+        "PyTorch divides the gradient of a bag by counts of other rows (scale_grad_by_freq)": scale_grad_by_freq,
+        OFFSETS: include_last_offset,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+WHY = ("max_norm", "padding_idx", "include_last_offset", "scale_grad_by_freq")
+
+
+def _bag_function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
+    arguments = bound(F.embedding_bag, *args, **kwargs)
+    because = _why_no_bags(*(arguments[name] for name in WHY))
+    return because or {name: arguments[name] for name in operator_named("embedding_bag").parameter_names}
+
+
+_bag_settings = settings_of(("weight", "mode", "sparse"))
+
+
+def _bag_module(module: nn.EmbeddingBag) -> dict[str, Any] | str | Instead:
+    return _why_no_bags(*(getattr(module, name) for name in WHY)) or _bag_settings(module)
+
+
+def _refuses_bags(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    input_fact = fact(arguments["input"])
+    if not isinstance(input_fact, TensorFact) or not isinstance(input_fact.shape[-1], int):
+        return "the sizes of its bags depend on the batch size"
+    return None if len(input_fact.shape) == 2 else OFFSETS
+
+
+@composite(
+    operands=("per_sample_weights",),
+    function=lambda input, offsets=None, per_sample_weights=None, weight=None, mode="mean", sparse=False: F.embedding_bag(
+        input, weight, offsets, mode=mode, per_sample_weights=per_sample_weights, sparse=sparse
+    ),
+    by_name=False,
+    calls={F.embedding_bag: _bag_function},
+    modules={nn.EmbeddingBag: _bag_module},
+    reads=("input",),
+    refuses=(_refuses_bags, refuses_embedding),
+)
+@sampled("F.embedding_bag(x[:, 0].argmax(2), {P(6, 5)}, mode='max')", "{nn.EmbeddingBag(6, 5)}(x[:, 1].argmax(2))", within=NORMED)
+@sampled("F.embedding_bag(x[:, 0].argmax(2), {P(6, 5)}, mode='sum', per_sample_weights=y[:, 0, 0])", within=NORMED)
+def embedding_bag(
+    build: Builder,
+    input: fx.Node,
+    offsets: None = None,
+    per_sample_weights: fx.Node | None = None,
+    weight: Any = None,
+    mode: str = "mean",
+    sparse: bool = False,
+) -> Any:
+    """Return the "sum", "mean" or "max" of the rows of `weight` that each bag names, [bags, features].
+
+    The bags are the rows of `input`, int64 [bags, size]; `offsets`, for bags of different sizes, have no integer form. In a
+    sum each row may have a factor, `per_sample_weights`, of the shape of `input`.
+    """
+    rows = build(embedding, input, weight, None, False, sparse)
+    if per_sample_weights is not None:
+        rows = build(mul, rows, build(reshape, per_sample_weights, [-1, build.fact(per_sample_weights).shape[1], 1]))
+    return build({"sum": totals.sum, "mean": totals.mean, "max": amax}[mode], rows, [1], False)

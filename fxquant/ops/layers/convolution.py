@@ -29,11 +29,10 @@ from fxquant.ops.core.samples import FOLDED, IMAGES, SAMPLED, sampled, written
 from fxquant.ops.core.weighted import ABSORBED, Product, absorbing, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.layers.linear import matmul
-from fxquant.ops.movement.pad import pad_before
-from fxquant.ops.movement.patches import unfold
+from fxquant.ops.movement.pad import pad_before, unfold
 from fxquant.ops.movement.repeating import expand
 from fxquant.ops.movement.shape import permute, reshape
-from fxquant.ops.sampling.grid import GRID_SAMPLE_OPSET, LINEAR_OPSET, Positions, lower_sample, refuses_image, spatial_of
+from fxquant.ops.sampling.resize import GRID_SAMPLE_OPSET, LINEAR_OPSET, Positions, lower_sample, refuses_image, spatial_of
 from fxquant.primitives import accumulate, shape
 from fxquant.primitives.accumulate import CONVOLUTIONS, TRANSPOSED, convolve, sides, swap_channels
 from fxquant.primitives.resize import sample

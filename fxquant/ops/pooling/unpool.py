@@ -12,8 +12,8 @@ from fxquant.ir.graph import shape_of
 from fxquant.ops.core import EXACT, FLOAT32_EXACT, IMAGES, Builder, Call, Lowering, Plain, Quantized, Same, sampled, written
 from fxquant.ops.core.declare import Guard, composite, known_sizes, lowered, module_of, with_batch
 from fxquant.ops.core.record import operator_named
-from fxquant.ops.pooling.adaptive import lower_windows, refuses_adaptive, window_counts
 from fxquant.ops.pooling.pool import WINDOW, kernel_and_steps, refuses_max_pool, window_padding
+from fxquant.ops.pooling.totals import lower_windows, refuses_adaptive, window_counts
 from fxquant.primitives import pool
 
 

@@ -20,7 +20,7 @@ from fxquant.ops.elementwise.whole import alike
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.repeating import cat
 from fxquant.ops.movement.shape import numbers, reshape
-from fxquant.primitives import accumulate, comparison, shape
+from fxquant.primitives import accumulate, selection, shape
 
 MOST_FACTORS = 32
 
@@ -135,7 +135,7 @@ def _triangle(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         mask = function(torch.ones(known_sizes(input.shape[-2:]), dtype=torch.bool, device=input.scale.device), diagonal)
         zero = lowering.stored(torch.zeros((), dtype=torch.float32, device=input.scale.device), input.grid)
         zeros = lowering.constant("zero", zero, input.dtype.storage)
-        return input.with_value(lowering.call(comparison.choose, input.value, zeros, lowering.given("kept", mask, torch.bool)))
+        return input.with_value(lowering.call(selection.choose, input.value, zeros, lowering.given("kept", mask, torch.bool)))
 
     return triangle
 
