@@ -105,31 +105,23 @@ def rows_of(item: int, anchors: int, *levels: list[Tensor]) -> list[tuple[list[f
     return rows
 
 
-def moved(box: list[float], delta: list[float], size: tuple[int, int] | None = None, absolute: bool = False) -> list[float]:
-    width, height = box[2] - box[0], box[3] - box[1]
-    dx, dy = (delta[0], delta[1]) if absolute else (delta[0] * width, delta[1] * height)
+def moved(box: list[float], delta: list[float], size: tuple[int, int]) -> list[float]:
+    dx, dy = delta[0] * (box[2] - box[0]), delta[1] * (box[3] - box[1])
     built = [box[0] + dx, box[1] + dy, box[2] + dx, box[3] + dy]
-    limits = None if size is None else (size[1], size[0], size[1], size[0])
-    return built if limits is None else [min(max(each, 0.0), float(limit)) for each, limit in zip(built, limits, strict=True)]
+    return [min(max(each, 0.0), float(limit)) for each, limit in zip(built, (size[1], size[0], size[1], size[0]), strict=True)]
 
 
-@pytest.mark.parametrize("mode", ["normal", "yolo"])
-def test_each_class_of_an_anchor_is_a_box(mode: str) -> None:
+def test_each_class_of_an_anchor_is_a_box() -> None:
     boxes, scores, deltas = outputs(2, 4, ((4, 5), (3, 2)))
-    process = hnn.DetectionPostProcess(
-        0.3, (2.0, 2.0, 1.0, 1.0), 1, 6.0, (40, 44), iou_threshold=0.4, pre_nms_top_n=30, post_nms_top_n=9, mode=mode
-    )
+    process = hnn.DetectionPostProcess(0.3, (2.0, 2.0, 1.0, 1.0), 1, 6.0, (40, 44), iou_threshold=0.4, pre_nms_top_n=30, post_nms_top_n=9)
     boxes_found = process(boxes, scores, deltas)
     for item in range(2):
         rows: list[tuple[float, int, list[float]]] = []
         for anchor, score, delta in rows_of(item, 2, boxes, scores, deltas):
-            if (score[0] if mode == "yolo" else max(score)) < 0.3:
-                continue
-            box = moved(anchor, [2 * each for each in delta], (40, 44), mode == "yolo")
-            strengths = [torch.tensor(each).mul(torch.tensor(score[0])).item() for each in score[1:]] if mode == "yolo" else score
+            box = moved(anchor, [2 * each for each in delta], (40, 44))
             if box[2] - box[0] >= 6 and box[3] - box[1] >= 6:
-                rows += [(each, label, box) for label, each in enumerate(strengths) if label != 1]
-        rows = sorted(((s, label, box) for s, label, box in rows if mode == "yolo" or s >= 0.3), key=lambda each: -each[0])[:30]
+                rows += [(each, label, box) for label, each in enumerate(score) if label != 1 and each >= 0.3]
+        rows = sorted(rows, key=lambda each: -each[0])[:30]
         assert len(rows) > 6
         columns = torch.tensor([box for _, _, box in rows]), torch.tensor([s for s, _, _ in rows]), torch.tensor([k for _, k, _ in rows])
         kept = greedy(columns[0], columns[1], 0.4, columns[2])[:9]
@@ -148,45 +140,7 @@ def test_levels_have_their_best_boxes() -> None:
     assert [len(kept) for kept in each[1]] == [2, 2]
     assert [float(kept[0]) for kept in each[1]] == [float(scores[0][item].max()) for item in range(2)]
     with pytest.raises(fxq.errors.ConfigurationError, match="mode"):
-        hnn.DetectionPostProcess(mode="ssd")
-
-
-@pytest.mark.parametrize("padding", [None, "pad_zero", "rollover"])
-def test_an_anchor_is_one_box_of_its_best_class(padding: str | None) -> None:
-    boxes, scores, deltas = outputs(2, 3, ((2, 3), (2, 1)))
-    data = [
-        torch.cat((delta.unflatten(1, (2, 4)), score.unflatten(1, (2, 3))), 2).flatten(1, 2)
-        for delta, score in zip(deltas, scores, strict=True)
-    ]
-    process = hnn.DetectionPostProcessV1(3, 0.5, [10, 20], True, (30, 26), 0.2, 12, 8, padding, bbox_min_hw=(3, 5))
-    for item, result in enumerate(process(data, boxes)):
-        rows = []
-        for level, offset in ((0, 10), (1, 20)):
-            for anchor, row in rows_of(item, 2, boxes[level : level + 1], data[level : level + 1]):
-                rows.append((max(row[4:]), float(row[4:].index(max(row[4:])) + offset), moved(anchor, row[:4], (30, 26))))
-        rows = sorted(rows, key=lambda each: -each[0])[:12]
-        rows = [(s, k, b) for s, k, b in rows if s >= 0.5 and b[2] - b[0] > 5 and b[3] - b[1] > 3]
-        columns = torch.tensor([b for _, _, b in rows]), torch.tensor([s for s, _, _ in rows]), torch.tensor([k for _, k, _ in rows])
-        kept = greedy(columns[0], columns[1], 0.2, columns[2])[:8]
-        assert 2 <= len(kept) < 8
-        expected = [column[kept] for column in columns]
-        if padding == "pad_zero":
-            expected = [torch.cat((part, part.new_zeros(8 - len(part), *part.shape[1:]))) for part in expected]
-        if padding == "rollover":
-            expected = [torch.stack([part[index % len(part)] for index in range(8)]) for part in expected]
-        assert all(map(torch.equal, result, expected))
-
-
-def test_a_margin_lets_boxes_of_like_scores_stay() -> None:
-    anchors = torch.tensor([0.0, 0, 8, 8, 1, 0, 9, 8]).reshape(1, 8, 1, 1)
-    data = torch.tensor([0.0, 0, 0, 0, 0.75, 0, 0, 0, 0, 0.5]).reshape(1, 10, 1, 1)
-    for margin, kept in ((0.0, 1), (0.2, 1), (0.25, 2)):
-        process = hnn.DetectionPostProcessV1(1, 0, [0], False, None, 0.5, 9, 9, nms_margin=margin)
-        assert len(process([data], [anchors])[0][0]) == kept
-    shrunk = hnn.DetectionPostProcessV1(1, 0, [0], False, None, 0.9, 9, 9, exp_overwrite=lambda x: x + 0.5)
-    assert shrunk([data], [anchors])[0][0].tolist() == [[2, 2, 6, 6], [3, 2, 7, 6]]
-    with pytest.raises(fxq.errors.ConfigurationError, match="nms_padding_mode"):
-        hnn.DetectionPostProcessV1(1, 0, [0], False, None, 0.5, 9, 9, "zero")
+        hnn.DetectionPostProcess(mode="yolo")
 
 
 class Detector(nn.Module):
@@ -273,10 +227,6 @@ def test_a_box_is_read_from_the_level_of_its_size() -> None:
     places = [(item, box) for item in range(2) for box in boxes[item].tolist()]
     for index, ((item, box), level) in enumerate(zip(places, levels, strict=True)):
         assert torch.equal(boxes_found[index, 0], aligned(pyramid[level][item, 0], box, 2, 1 / strides[level], 1, 0.0))
-    clipped = hnn.MultiScaleRoIAlign((2, 2), strides, canonical_box_size=16, canonical_level=3, box_clip_ratio=(0.25, 0.0, 0.25, 0.5))
-    narrower = [torch.tensor([[each[0] + (each[2] - each[0]) / 4, each[1], each[2] - (each[2] - each[0]) / 4, (each[1] + each[3]) / 2]
-                              for each in part.tolist()]) for part in boxes]  # fmt: skip
-    assert torch.equal(clipped(pyramid, boxes), align(pyramid, narrower))
     detections = torch.cat((torch.stack([part[:2] for part in boxes]), torch.ones(2, 2, 2)), -1)
     assert torch.equal(align(pyramid, detections), align(pyramid, [part[:2] for part in boxes]))
 
@@ -414,11 +364,6 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "a window": (lambda: hF.window_partition(X, 2)[4], lambda: X[0, 2:4, 2:4]),
     "filter": (lambda: hF.filter(X, threshold=5.0)[1][3], lambda: X[1].permute(1, 2, 0)[X[1].amax(0) > 5]),
     "places of filter": (lambda: hF.filter(X, threshold=5.0)[0][2], lambda: (X[0].amax(0) > 5).nonzero()),
-    "rle": (
-        lambda: torch.cat(hF.rle(torch.tensor([[[3, 3], [3, -1]], [[0, 7], [7, 7]]]), torch.int8)),
-        lambda: torch.tensor([2, 3, 3, -1, 1, 2, 0, 1, 7, 3]),
-    ),
-    "rle of a long run": (lambda: hF.rle(torch.zeros(1, 600), torch.int8)[0], lambda: torch.tensor([3, 0, 255, 0, 255, 0, 90])),
     "Matmul": (lambda: hnn.Matmul()(X, X.transpose(2, 3)), lambda: X @ X.transpose(2, 3)),
     "argmax": (lambda: functional.argmax(X, 1), lambda: X.max(1)[1]),
     "a stable sort": (lambda: functional.sort(X.flatten() * 0, 0)[1], lambda: torch.arange(X.numel())),
@@ -441,7 +386,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "sampling_ratio": lambda: hnn.RoIAlign(2, sampling_ratio=-1),
     "interpolate_mode": lambda: hnn.MultiScaleRoIAlign(2, [4], interpolate_mode="nearest"),
     "box_clip_ratio": lambda: hnn.MultiScaleRoIAlign(2, [4], box_clip_ratio=(0.5, 0.0, 0.5, 0.0)),
-    "dtype": lambda: hF.rle(X, torch.int32),
     "output_shape": lambda: hnn.PointPillarsScatter()(X, X),
     "spatial_shapes": lambda: hnn.MultiScaleDeformableAttention(8)(X, spatial_shapes=torch.ones(1, 2)),
 }

@@ -5,24 +5,22 @@ DeQuantStubs. Boxes are x1 y1 x2 y2.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.compat.common import refused, unknown, unserved
+from fxquant.compat.common import refused, unserved
 
 LARGEST_LOG_RATIO = math.log(1000 / 16)  # of dw and dh: a box of 1000 pixels for an anchor of 16, as in torchvision
-YOLO = "yolo"
-PADDING = (None, "pad_zero", "rollover")
 
 
-def _kept(boxes: Tensor, scores: Tensor, threshold: float, labels: Tensor | None, margin: float = 0.0) -> Tensor:
+def _kept(boxes: Tensor, scores: Tensor, threshold: float, labels: Tensor | None) -> Tensor:
     """Return indices (int64) of boxes that no better box of the same label overlaps by more than `threshold`, the best first."""
     order = scores.argsort(descending=True, stable=True)
-    boxes, ranked = boxes[order], scores[order]
+    boxes = boxes[order]
     left, right = torch.maximum(boxes[:, None, :2], boxes[None, :, :2]), torch.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
     common = (right - left).clamp(min=0).prod(-1)
     area = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(-1)
@@ -30,8 +28,6 @@ def _kept(boxes: Tensor, scores: Tensor, threshold: float, labels: Tensor | None
     beats = torch.where(union > 0, common / union, torch.zeros_like(common)) > threshold
     if labels is not None:
         beats &= labels[order][:, None] == labels[order][None, :]
-    if margin > 0:
-        beats &= ranked[:, None] - ranked[None, :] > margin
     stays = torch.ones(len(order), dtype=torch.bool, device=boxes.device)
     for index in range(len(order)):
         if stays[index]:
@@ -68,13 +64,11 @@ def nms_of_scores(
     return boxes[order], scores[order], category_idxs[order]
 
 
-def _decoded(deltas: Tensor, anchors: Tensor, absolute: bool = False, exp: Callable[[Tensor], Tensor] = torch.exp) -> Tensor:
-    """Return the boxes of deltas (…, 4), dx dy dw dh in units of their anchors (…, 4); with `absolute` dx and dy are pixels."""
+def _decoded(deltas: Tensor, anchors: Tensor) -> Tensor:
+    """Return the boxes of deltas (…, 4), dx dy dw dh in units of their anchors (…, 4)."""
     size = anchors[..., 2:] - anchors[..., :2]
-    moved = deltas[..., :2] if absolute else deltas[..., :2] * size
-    centre = anchors[..., :2] + size / 2 + moved
-    wide = deltas[..., 2:].clamp(max=LARGEST_LOG_RATIO) if exp is torch.exp else deltas[..., 2:]
-    half = exp(wide) * size / 2
+    centre = anchors[..., :2] + size / 2 + deltas[..., :2] * size
+    half = deltas[..., 2:].clamp(max=LARGEST_LOG_RATIO).exp() * size / 2
     return torch.cat((centre - half, centre + half), -1)
 
 
@@ -113,20 +107,16 @@ def _detect(
 
 def _of_level(anchors: Tensor, scores: Tensor, deltas: Tensor, size: Any, settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the boxes, scores and labels of a level: one box for each anchor and class."""
-    yolo = settings["mode"] == YOLO
-    strength = scores[:, 0] if yolo else scores.amax(1)
-    indices = (strength >= settings["score_threshold"]).nonzero()[:, 0]
+    indices = (scores.amax(1) >= settings["score_threshold"]).nonzero()[:, 0]
     if settings["pre_decode_top_n"]:
         indices = indices[scores[indices, 0].argsort(descending=True, stable=True)[: settings["pre_decode_top_n"]]]
     anchors, scores, deltas = anchors[indices], scores[indices], deltas[indices]
-    if yolo:
-        scores = scores[:, 1:] * scores[:, :1]
     classes = scores.shape[1]
     if settings["regression_scale"] is not None:
         scale = torch.tensor(settings["regression_scale"], dtype=deltas.dtype, device=deltas.device)
         deltas = deltas * scale.repeat(deltas.shape[1] // 4)
     own = deltas.reshape(len(deltas), -1, 4).expand(-1, classes, -1)
-    decoded = _decoded(own, anchors[:, None].expand(-1, classes, -1), yolo)
+    decoded = _decoded(own, anchors[:, None].expand(-1, classes, -1))
     decoded = decoded if size is None else _clipped(decoded, size)
     labels = torch.arange(classes, dtype=torch.int64, device=scores.device).expand(len(scores), -1)
     stays = torch.ones_like(labels, dtype=torch.bool)
@@ -144,8 +134,7 @@ def _of_level(anchors: Tensor, scores: Tensor, deltas: Tensor, size: Any, settin
 def _best(detections: tuple[Tensor, Tensor, Tensor], settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     if settings["iou_threshold"] is None:
         return detections
-    least = None if settings["mode"] == YOLO else settings["score_threshold"]
-    limits = settings["iou_threshold"], least, settings["pre_nms_top_n"], settings["post_nms_top_n"]
+    limits = [settings[name] for name in ("iou_threshold", "score_threshold", "pre_nms_top_n", "post_nms_top_n")]
     return nms_of_scores(*detections, *limits)  # type: ignore[no-any-return]
 
 
@@ -163,7 +152,7 @@ class DetectionPostProcess(nn.Module):
     (N, anchors · classes, H, W), deltas (N, anchors · 4, H, W) or (N, anchors · classes · 4, H, W); or anchors (A, 4), scores
     (N, A, classes) and deltas (N, A, 4). image_shapes (N, 2), height and width, overrides image_size. In this order:
 
-    score_threshold       anchors are dropped whose largest score is below it; in mode "yolo" whose first one is
+    score_threshold       anchors are dropped whose largest score is below it
     pre_decode_top_n      of each level, the best by their first score
     regression_scale      four factors of the deltas; each class of an anchor is a separate box
     image_size            (height, width): boxes are clipped to it
@@ -171,9 +160,8 @@ class DetectionPostProcess(nn.Module):
     post_decode_top_n     of each level, the best
     iou_threshold         of boxes of one class that overlap more, the best stays; None: all stay, and later arguments have no effect
     pre_nms_top_n, post_nms_top_n, nms_on_each_level   the best before and after that, of all levels or of each
-    mode                  "normal"; "yolo": dx and dy are pixels, and the first score is a factor of the others, which are the classes
 
-    Raises ConfigurationError for another mode.
+    Raises ConfigurationError for another mode than "normal".
     """
 
     def __init__(
@@ -183,8 +171,8 @@ class DetectionPostProcess(nn.Module):
         post_nms_top_n: int | None = None, nms_on_each_level: bool = False, mode: str = "normal",
     ) -> None:  # fmt: skip
         super().__init__()
-        if mode not in ("normal", YOLO):
-            raise unknown("mode", mode, "'normal' or 'yolo'")
+        if mode != "normal":
+            raise refused("DetectionPostProcess(mode)", mode=mode)
         self.settings = _settings(locals())
 
     def forward(self, boxes: Any, scores: Any, regressions: Any, image_shapes: Tensor | None = None) -> Any:
@@ -192,84 +180,7 @@ class DetectionPostProcess(nn.Module):
         return _detect(*lists, image_shapes, self.settings)
 
 
-@fxq.wrap
-def _choose(
-    data: list[Tensor], anchors: list[Tensor], image_sizes: Any, settings: dict[str, Any], exp: Any
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    width, batch = 4 + settings["num_classes"], len(data[0])
-    rows = torch.cat([_rows(each, width, batch) for each in data], 1)
-    boxes = _decoded(rows[..., :4], torch.cat([_rows(each, 4, batch) for each in anchors], 1).to(rows), exp=exp or torch.exp)
-    scores, labels = rows[..., 4:].max(-1)
-    offsets = [
-        torch.full((each.shape[1] // width * each.shape[2] * each.shape[3],), offset, dtype=labels.dtype, device=labels.device)
-        for each, offset in zip(data, settings["class_offsets"], strict=True)
-    ]
-    labels = labels + torch.cat(offsets)
-    return [_chosen(boxes[item], scores[item], labels[item], _size(image_sizes, item, settings), settings) for item in range(batch)]
-
-
-def _size(image_sizes: Any, item: int, settings: dict[str, Any]) -> Any:
-    if not settings["use_clippings"]:
-        return None
-    sizes = settings["image_size"] if image_sizes is None else image_sizes
-    return sizes[item] if isinstance(sizes, Tensor) and sizes.dim() == 2 and len(sizes) > 1 else torch.as_tensor(sizes).flatten()[:2]
-
-
-def _chosen(boxes: Tensor, scores: Tensor, labels: Tensor, size: Any, settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    boxes = boxes if size is None else _clipped(boxes, size)
-    least = torch.tensor(settings["bbox_min_hw"][::-1], dtype=boxes.dtype, device=boxes.device)
-    order = scores.argsort(descending=True, stable=True)[: settings["pre_nms_top_k"]]
-    good = (scores[order] >= settings["box_filter_threshold"]) & (boxes[order, :2] < boxes[order, 2:] - least).all(-1)
-    order = order[good]
-    count = settings["post_nms_top_k"]
-    indices = order[_kept(boxes[order], scores[order], settings["nms_threshold"], labels[order], margin=settings["nms_margin"])][:count]
-    chosen = boxes[indices], scores[indices], labels[indices].to(scores.dtype)
-    if settings["nms_padding_mode"] is None or len(indices) == count:
-        return chosen
-    if settings["nms_padding_mode"] == "rollover" and len(indices):
-        again = torch.arange(count, dtype=torch.int64, device=boxes.device) % len(indices)
-        return chosen[0][again], chosen[1][again], chosen[2][again]
-    boxes_, best, kinds = (torch.cat((part, part.new_zeros(count - len(indices), *part.shape[1:]))) for part in chosen)
-    return boxes_, best, kinds
-
-
-class DetectionPostProcessV1(nn.Module):
-    """Post-processing of a detector's outputs to [(boxes (M, 4), scores (M,), classes (M,))], one per item: one box for each anchor.
-
-    forward(data, anchors, image_sizes=None), lists with an entry for each level: (N, anchors · (4 + num_classes), H, W), deltas before
-    scores for each anchor, and (N, anchors · 4, H, W). Deltas are in units of anchors. Scores and classes have data's dtype.
-
-    box_filter_threshold  boxes are dropped whose largest score is below it; bbox_min_hw: those that are not wider and higher than this
-    class_offsets         for each level: what is added to its classes
-    use_clippings         boxes are clipped to image_size, (height, width), or to image_sizes (N, 2)
-    nms_threshold         of boxes of one class that overlap more, the best stays, if it is better by more than nms_margin
-    pre_nms_top_k         the best before that, post_nms_top_k: after it
-    nms_padding_mode      None; "pad_zero" or "rollover": what fills post_nms_top_k positions, zeros or the boxes again
-    exp_overwrite         a function in place of `torch.exp`, whose operand is at most log(1000 / 16)
-
-    The operator's fixed-point steps on bernoulli2 are not computed: this is its float definition, on the host. `use_stable_sort` and
-    `input_shift` have no effect: sorting is stable. Raises ConfigurationError for another padding.
-    """
-
-    def __init__(
-        self, num_classes: int, box_filter_threshold: float, class_offsets: Sequence[int], use_clippings: bool, image_size: Any,
-        nms_threshold: float, pre_nms_top_k: int, post_nms_top_k: int, nms_padding_mode: str | None = None, nms_margin: float = 0.0,
-        use_stable_sort: bool | None = None, bbox_min_hw: Sequence[float] = (0, 0), exp_overwrite: Any = torch.exp, input_shift: int = 4,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        if nms_padding_mode not in PADDING:
-            raise unknown("nms_padding_mode", nms_padding_mode, "None, 'pad_zero' or 'rollover'")
-        self.exp = None if exp_overwrite is torch.exp else exp_overwrite
-        self.settings = _settings(locals())
-
-    def forward(self, data: Any, anchors: Any, image_sizes: Any = None) -> Any:
-        return _choose(list(data), list(anchors), image_sizes, self.settings, self.exp)
-
-
 # ---- features of boxes, over `fxquant.nn.RoIAlign` ---------------------------------------------------------------------
-CLIPS = 4  # parts of a box that are cut off: at x1, y1, x2, y2
-
-
 def _lists(boxes: Any) -> list[Tensor]:
     """Return the boxes of each item, (K, 4), from a list, or from (N, K, 4) or (N, K, 6), whose scores and classes are left out."""
     return [each[:, :4] for each in (list(boxes.unbind(0)) if isinstance(boxes, Tensor) else list(boxes))]
@@ -324,10 +235,10 @@ class MultiScaleRoIAlign(nn.Module):
     boxes     a list of (K, 4) in the image's pixels for each item, or (N, K, 4 or 6)
 
     A box of side √((w + 1)(h + 1)) = canonical_box_size is read from the level of stride 2^canonical_level, one of twice the side from the
-    next coarser one. Without `aligned` (False, or None as on bernoulli2) half-pixel offsets are not used. box_clip_ratio cuts these parts
-    off a box at x1, y1, x2 and y2. Every level is read for every box, and one result is chosen, so that positions may be integers.
+    next coarser one. Without `aligned` (False, or None as on bernoulli2) half-pixel offsets are not used. Every level is read for every
+    box, and one result is chosen, so that positions may be integers.
 
-    Raises ConfigurationError for sampling_ratio below 1, another mode than "bilinear", and ratios that remove the whole box.
+    Raises ConfigurationError for sampling_ratio below 1, another mode than "bilinear", and box_clip_ratio.
     """
 
     def __init__(
@@ -336,14 +247,13 @@ class MultiScaleRoIAlign(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         _check("MultiScaleRoIAlign", sampling_ratio, interpolate_mode)
+        if box_clip_ratio is not None:
+            raise unserved("MultiScaleRoIAlign", "box_clip_ratio", "boxes are read whole", "clip the boxes before the call")
         self.levels = nn.ModuleList(_Level(output_size, 1 / stride, sampling_ratio, bool(aligned)) for stride in feature_strides)
         self.sides = [canonical_box_size * stride / 2**canonical_level for stride in feature_strides[1:]]
-        self.clip = None if box_clip_ratio is None else _clips(box_clip_ratio)
 
     def forward(self, x: Sequence[Tensor], box_lists: Any) -> Tensor:
-        boxes = _lists(box_lists)
-        boxes = boxes if self.clip is None else bbox_clip(boxes, self.clip)
-        return _batched(list(x), boxes, self._aligned)
+        return _batched(list(x), _lists(box_lists), self._aligned)
 
     def _aligned(self, features: Sequence[Tensor], boxes: Tensor) -> Tensor:
         sides = boxes[..., 2:] - boxes[..., :2] + 1
@@ -360,24 +270,6 @@ def _check(called: str, sampling_ratio: int, mode: str) -> None:
         raise unserved(called, "sampling_ratio", "how many points a cell has would depend on the boxes", "pass 1 or more")
     if mode != "bilinear":
         raise unserved(called, "interpolate_mode", "features are read between pixels", "pass 'bilinear'")
-
-
-def _clips(ratio: Any) -> tuple[float, ...]:
-    parts = tuple(float(part) for part in ratio)
-    if len(parts) != CLIPS or parts[0] + parts[2] >= 1 or parts[1] + parts[3] >= 1:
-        raise refused("MultiScaleRoIAlign(box_clip_ratio)", ratio=ratio)
-    return parts
-
-
-def bbox_clip(boxes: Any, clip_ratio: Any) -> list[Tensor]:
-    """Return boxes, a list of (K, 4), without these parts of their widths and heights, at x1, y1, x2 and y2."""
-    left, top, right, bottom = _clips(clip_ratio)
-    clipped = []
-    for each in boxes:
-        x1, y1, x2, y2 = each.unbind(1)
-        width, height = x2 - x1, y2 - y1
-        clipped.append(torch.stack((x1 + width * left, y1 + height * top, x2 - width * right, y2 - height * bottom), 1))
-    return clipped
 
 
 # ---- points as pillars, and pixels as a bird's-eye-view map ------------------------------------------------------------

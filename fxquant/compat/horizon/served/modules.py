@@ -109,28 +109,6 @@ def filter(*inputs: Tensor, threshold: float, idx_range: tuple[int, int] | None 
     return results
 
 
-@fxq.wrap
-def rle(input: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Encode each item of a tensor (N, …) as [pairs, value, number, value, number, …], int64: consecutive runs of equal values.
-
-    dtype   torch.int8: a run has at most 255 values; torch.int16: 65,535. Raises ConfigurationError for another.
-    """
-    longest = {torch.int8: 255, torch.int16: 65535}.get(dtype)
-    if longest is None:
-        raise refused("rle", dtype=dtype)
-    encoded = []
-    for item in input.flatten(1):
-        values, counts = torch.unique_consecutive(item.long(), return_counts=True)
-        parts = [
-            (value, min(longest, count - start))
-            for value, count in zip(values.tolist(), counts.tolist(), strict=True)
-            for start in range(0, count, longest)
-        ]
-        flat = [len(parts), *(number for part in parts for number in part)]
-        encoded.append(torch.tensor(flat, dtype=torch.int64, device=input.device))
-    return encoded
-
-
 def window_partition(x: Tensor, window_size: int) -> Tensor:
     """Split a map (N, H, W, C) into windows (N · windows, size, size, C), row by row."""
     height, width, channels = x.shape[1:]
