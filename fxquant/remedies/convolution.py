@@ -1,4 +1,4 @@
-"""Convolutions, linear layers and matrix products that are too large for a target: several ones, summed in integers or concatenated.
+"""Convolutions and linear layers that are too large for a target: several ones, summed in integers or concatenated.
 
 A sum of parts is a chain: each part adds the one before it in its accumulator, and the last one the bias. The loss
 against one convolution is the rounding of the intermediate sums, which are 16 bits wide if the target supports it.
@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.graph import is_parameter, shape_of
+from fxquant.ir.graph import shape_of
 from fxquant.ops import operator_of
 from fxquant.ops.core.weighted import sizes, spread
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add
 from fxquant.ops.layers.convolution import conv2d
-from fxquant.ops.layers.linear import matmul
 from fxquant.ops.movement.pad import pad
 from fxquant.ops.movement.shape import numbers, permute, reshape
 from fxquant.primitives.accumulate import sides, window_padding
@@ -27,8 +26,7 @@ from fxquant.remedies.rewriting import Rewriting, even, remedy
 PLAIN = "conv1d conv2d conv3d"
 REVERSED = "conv_transpose1d conv_transpose2d conv_transpose3d"
 KERNELS = ("kernel", "kernel in depth and height", "kernel in width")
-INPUTS = ("channels", "channels of a kernel without groups", "channels of a kernel with groups", "weights for one output channel")
-OUTPUTS = ("output channels", "output channels inside the model")
+INPUTS = ("channels", "channels of a kernel without groups", "weights for one output channel")
 
 
 def _attributes(b: Rewriting) -> dict[str, Any]:
@@ -91,63 +89,18 @@ def _padded(b: Rewriting, attributes: dict[str, Any]) -> fx.Node:
 
 @remedy("split by channels", f"{PLAIN} {REVERSED}", *INPUTS)
 def input_channels(b: Rewriting) -> fx.Node | None:
-    """Split the input channels; if there are groups, the groups; if one channel's kernel is too large, the kernel."""
+    """Split the input channels of a layer without groups; if one channel's kernel is too large, the kernel."""
     attributes = _attributes(b)
     transposed = "output_padding" in attributes
-    channels, groups = b.shape[1], attributes["groups"]
-    if groups > 1:
-        return _groups(b, attributes)
+    channels = b.shape[1]
+    if attributes["groups"] > 1:
+        return None
     if channels < b.pieces:
         return None if transposed else _tiles(b, max(1, math.isqrt(b.most)))
     weight, bias = b.folded(1 if transposed else 0)
     dim = 0 if transposed else 1
     parts = [(b.cut(b.input, 1, *edges), b.narrow(weight, dim, *edges)) for edges in even(channels, b.pieces)]
     return chain(b, parts, bias, **attributes)
-
-
-@remedy("split by output channels", f"{PLAIN} {REVERSED}", *OUTPUTS)
-def output_channels(b: Rewriting) -> fx.Node | None:
-    """Split the output channels, concatenated on one grid: bit-equal to one convolution on that grid."""
-    attributes = _attributes(b)
-    transposed = "output_padding" in attributes
-    channels = b.result[1]
-    if attributes["groups"] > 1:
-        return _groups(b, attributes)
-    weight, bias = b.folded(1 if transposed else 0)
-    parts = []
-    for edges in even(channels, b.pieces):
-        own, own_bias = b.narrow(weight, 1 if transposed else 0, *edges), b.narrow(bias, 0, *edges)
-        residual = b.cut(b.arguments.get("residual"), 1, *edges)
-        parts.append(b.again(**attributes, weight=own, bias=own_bias, residual=residual, batch_norm=None))
-    return b.joined(parts, 1)
-
-
-def _groups(b: Rewriting, attributes: dict[str, Any]) -> fx.Node | None:
-    """Split the groups, concatenated on one grid."""
-    groups, channels, outputs = attributes["groups"], b.shape[1], b.result[1]
-    if b.pieces > groups:
-        return None
-    transposed = "output_padding" in attributes
-    if transposed and b.arguments.get("batch_norm") is not None:
-        return None  # a part of the groups cannot be cut from its folded weight
-    weight, bias = b.folded(0)
-    rows = (channels if transposed else outputs) // groups
-    parts = []
-    for start, stop in even(groups, b.pieces):
-        own = b.narrow(weight, 0, start * rows, stop * rows)
-        edges = start * outputs // groups, stop * outputs // groups
-        own_bias = b.narrow(bias, 0, *edges)
-        operand = b.cut(b.input, 1, start * channels // groups, stop * channels // groups)
-        changes = {"groups": stop - start, "residual": b.cut(b.arguments.get("residual"), 1, *edges), "batch_norm": None}
-        parts.append(b.again(**{**attributes, **changes}, input=operand, weight=own, bias=own_bias))
-    return b.joined(parts, 1)
-
-
-@remedy("padded before", f"{PLAIN}", "padding", "padding beyond kernel / 2")
-def padded_before(b: Rewriting) -> fx.Node | None:
-    """Pad the operand with zeros in a separate operator."""
-    attributes = _attributes(b)
-    return b.again(**{**attributes, "input": _padded(b, attributes), "padding": [0] * len(attributes["stride"])})
 
 
 @remedy("with its residual added after it", f"{PLAIN} {REVERSED}", "stride with a residual added")
@@ -229,27 +182,3 @@ def features(b: Rewriting) -> fx.Node | None:
         return b.joined(parts, last)
     pieces = even(inputs, -(-inputs // b.most))
     return chain(b, [(b.cut(b.input, last, *edges), b.narrow(weight, 1, *edges)) for edges in pieces], bias)
-
-
-@remedy("split by rows and columns", "matmul", "matrix sizes")
-def matrices(b: Rewriting) -> fx.Node | None:
-    """Split a product with too many rows or columns into parts, concatenated on one grid."""
-    left, right = b.arguments["input"], b.arguments["other"]
-    if is_parameter(left) or is_parameter(right) or b.arguments.get("bias") is not None:
-        return None
-    for name, operand, dim in (("input", left, -2), ("other", right, -1)):
-        shape = shape_of(operand)
-        size = shape[dim]
-        if isinstance(size, int) and size > b.most:
-            pieces = [b.cut(operand, len(shape) + dim, *edges) for edges in even(size, -(-size // b.most))]
-            return b.joined([b.again(**{name: piece}) for piece in pieces], len(b.result) + dim)
-    terms = shape_of(left)[-1]
-    if not isinstance(terms, int) or terms <= b.most:
-        return None
-    total: fx.Node | None = None
-    for start, stop in even(terms, -(-terms // b.most)):
-        row, column = b.cut(left, len(shape_of(left)) - 1, start, stop), b.cut(right, len(shape_of(right)) - 2, start, stop)
-        part = b(matmul, row, column, dtype=b.partial)
-        dtype, clamp = (b.dtype, b.clamp) if stop == terms else (b.partial, None)
-        total = part if total is None else b(add, total, part, dtype=dtype, clamp=clamp)
-    return total

@@ -17,12 +17,12 @@ from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.convolution import conv2d, conv_transpose2d
 from fxquant.ops.movement.pad import OUTSIDE, margins_of
-from fxquant.ops.movement.repeating import cat, expand
-from fxquant.ops.movement.shape import identity, numbers, reshape
+from fxquant.ops.movement.repeating import expand
+from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.ops.pooling.pool import avg_pool1d, avg_pool2d
 from fxquant.ops.reduction.extremum import maximum
 from fxquant.remedies.pooling import window
-from fxquant.remedies.rewriting import Rewriting, even, is_activation, remedy
+from fxquant.remedies.rewriting import Rewriting, is_activation, remedy
 
 
 @remedy("as a product", "div", None)
@@ -89,15 +89,6 @@ def selected(b: Rewriting) -> fx.Node | None:
             index[dim] = [OUTSIDE[mode](position, size) for position in range(-before, size + after)]
             value = b(getitem, value, index)
     return value
-
-
-@remedy("in two steps", "cat", "number of operands")
-def joined_in_steps(b: Rewriting) -> fx.Node | None:
-    """Concatenate groups of the operands, and then the groups' results, all on one grid. A single operand is the result itself."""
-    tensors, dim = b.arguments["tensors"], b.arguments["dim"]
-    if len(tensors) == 1:
-        return b(identity, tensors[0])
-    return b.joined([b(cat, list(tensors[start:stop]), dim) for start, stop in even(len(tensors), b.pieces)], dim)
 
 
 @remedy("in two dimensions", "conv_transpose1d avg_pool1d", None)

@@ -11,7 +11,7 @@ from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.layers.convolution import conv2d
 from fxquant.ops.movement.pad import pad
 from fxquant.ops.movement.shape import numbers, reshape
-from fxquant.ops.pooling.pool import avg_pool2d, max_pool2d, window_divisor
+from fxquant.ops.pooling.pool import avg_pool2d, window_divisor
 from fxquant.ops.pooling.totals import adaptive_avg_pool2d, mean
 from fxquant.ops.pooling.totals import sum as total
 from fxquant.ops.reduction.extremum import amax
@@ -103,15 +103,6 @@ def _as_depthwise(b: Rewriting, kernel: list[int], stride: list[int], padding: l
     return b(conv2d, b.input, weight, None, stride, padding, groups=channels, clamp=b.clamp)
 
 
-@remedy("divided after it", "avg_pool2d", "divisor_override")
-def divided_after(b: Rewriting) -> fx.Node | None:
-    """Return the mean over the window's size, times a factor."""
-    if b.arguments["ceil_mode"]:
-        return None  # the last windows may be cut off
-    inner = b.again(count_include_pad=True, divisor_override=None, clamp=None)
-    return b(mul, inner, math.prod(window(b)[0]) / b.arguments["divisor_override"], clamp=b.clamp)
-
-
 @remedy("counted after it", "avg_pool2d", "count_include_pad")
 def counted_after(b: Rewriting) -> fx.Node | None:
     """Return the mean over whole windows, times a factor for each position."""
@@ -122,33 +113,6 @@ def counted_after(b: Rewriting) -> fx.Node | None:
     counts = window_divisor(b.shape, {"count_include_pad": False}, kernel, stride, padding, padding)
     inner = b(avg_pool2d, b.input, kernel, stride, padding)
     return b(mul, inner, b.constant(math.prod(kernel) / counts.reshape(1, 1, *counts.shape)), clamp=b.clamp)
-
-
-@remedy("in two steps", "max_pool2d", "kernel")
-def maximum_in_steps(b: Rewriting) -> fx.Node | None:
-    """Compute a maximum over small windows that overlap or touch, then a maximum over the results; the integers are unchanged."""
-    kernel, stride, padding = window(b)
-    if sizes(b.arguments["dilation"], 2) != [1, 1] or b.arguments["ceil_mode"]:
-        return None
-    first, steps, rest, ahead = [], [], [], []
-    for taps, step, around in zip(kernel, stride, padding, strict=True):
-        inner, between = _overlap(taps, step, b.most)
-        if around > inner // 2:
-            return None
-        first.append(inner)
-        steps.append(between)
-        rest.append((taps - inner) // between + 1)
-        ahead.append(step // between)
-    return b(max_pool2d, b(max_pool2d, b.input, first, steps, padding), rest, ahead)
-
-
-def _overlap(taps: int, step: int, most: int) -> tuple[int, int]:
-    """Return (kernel, stride) of the first step: the valid pair with the largest stride."""
-    if taps <= most:
-        return taps, step
-    pairs = [(math.gcd(taps - inner, step), inner) for inner in range(1, most + 1)]
-    between, inner = max((between, inner) for between, inner in pairs if between <= inner)
-    return inner, between
 
 
 @remedy("as a pooling", "mean sum", "reduced dimension", "number of reduced dimensions", "rank of an averaged image")

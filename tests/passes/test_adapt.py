@@ -66,7 +66,7 @@ def test_what_no_remedy_mends_runs_on_the_host(place: int) -> None:
 
 # ---- the contract ---------------------------------------------------------------------------------------------------
 class Camera(nn.Module):
-    """For bernoulli2: a large kernel, a dilation of 3, constants, a division, two poolings too large, linear layers."""
+    """For bernoulli2: a large kernel, a dilation of 3, constants, a division, a pooling too large, linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Camera(nn.Module):
         x = F.relu6(self.norm(self.stem(x)))
         x = F.relu(self.wide(x) + x)
         x = (self.shift - x) * self.gain / 3
-        x = F.max_pool2d(x, (1, 66), (1, 2))
+        x = F.max_pool2d(x, (1, 64), (1, 2))
         x = F.avg_pool2d(x, (8, 1)) + F.avg_pool2d(x, (16, 8), 1).mean((2, 3), keepdim=True)
         return self.head(F.relu(self.hidden(F.max_pool2d(x, (1, 4)).flatten(1))))
 
@@ -134,10 +134,8 @@ def test_an_adapted_model_is_held_to_the_contract(target: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("target", "model", "shape"),
     [
-        ("bayes-e", nn.Conv2d(2, 8193, 1), (2, 2, 3, 3)),
         ("bayes-e", nn.Linear(2, 8193), (3, 2)),
         ("bernoulli2", nn.Conv2d(2, 3, 3, dilation=3), (2, 2, 9, 9)),
-        ("bernoulli2", nn.MaxPool2d((1, 99), (1, 6)), (2, 2, 2, 200)),
         ("bayes-e", nn.ReflectionPad2d(2), (2, 2, 5, 5)),
     ],
     ids=lambda value: getattr(type(value), "__name__", "") if isinstance(value, nn.Module) else "",
