@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fxquant.support.arguments import checked, such
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -67,21 +65,6 @@ class Report:
     def tensors(self) -> int:
         return len(self.names)
 
-    @checked(other=such("a Report", lambda other: other, lambda other: isinstance(other, Report)))
-    def merge(self, other: Report) -> None:
-        """Add the findings of another verification."""
-        self.pairs += other.pairs
-        self.names |= other.names
-        self.mismatches += other.mismatches
-        self.elements += other.elements
-        self.flips += other.flips
-        self.first = self.first or other.first
-        self.targets = self.targets or other.targets
-        self.given = list(dict.fromkeys([*self.given, *other.given]))
-        self.unseen |= other.unseen
-        for name, difference in other.floats.items():
-            self.floats.setdefault(name, FloatDifference(name)).merge(difference)
-
     def __bool__(self) -> bool:
         return self.mismatches == 0 and self.elements > 0
 
@@ -130,16 +113,7 @@ class FloatDifference:
         if one.is_floating_point():
             finite = torch.isfinite(left) & torch.isfinite(right)
             ulps = max((abs(a - b) for a, b in zip(_steps(left[finite]), _steps(right[finite]), strict=True)), default=0)
-        self._raise(float(distance.max()) if distance.numel() else 0.0, ulps)
-
-    def merge(self, other: FloatDifference) -> None:
-        """Add the counts and maxima of another comparison."""
-        self.elements += other.elements
-        self.differing += other.differing
-        self._raise(other.largest, other.ulps)
-
-    def _raise(self, largest: float, ulps: int | None) -> None:
-        self.largest = max(self.largest, largest)
+        self.largest = max(self.largest, float(distance.max()) if distance.numel() else 0.0)
         self.ulps = ulps if self.ulps is None else max(self.ulps, ulps or 0)
 
     def __str__(self) -> str:

@@ -1,12 +1,11 @@
 """Estimate the cost of a model on a chip: products and bytes of each operator, against the peak rates of the chip."""
 
-import html
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx
 
@@ -18,10 +17,9 @@ from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact, is_deployed
 from fxquant.ir.integer import operation
 from fxquant.prepared.unrolled import unrolled
-from fxquant.reporting.page import needs, operator_graph
+from fxquant.reporting.page import operator_graph
 from fxquant.reporting.rows import Rows
 from fxquant.support.arguments import PATH, checked, instance, such
-from fxquant.support.files import write_file
 from fxquant.support.progress import working
 from fxquant.target import Roofline, Target
 
@@ -58,7 +56,7 @@ class LayerEstimate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Estimate(Rows[LayerEstimate]):
-    """The result of `estimate`: a row for each operator; iterates, prints as a table with totals, and is written as a page by `to_html`.
+    """The result of `estimate`: a row for each operator; iterates, and prints as a table with totals.
 
     roofline  the peak rates that it uses
     target    the target that has them
@@ -114,46 +112,6 @@ class Estimate(Rows[LayerEstimate]):
 
     def __str__(self) -> str:
         return f"{super().__str__()}\n{self.summary}"
-
-    def plot(self) -> Any:
-        """Return a plotly figure: each operator's products for a byte, and the rate that this allows, under the roofs of the chip.
-
-        Needs plotly, of the extra "report". Raises ConfigurationError without it.
-        """
-        try:
-            from plotly import graph_objects
-        except ImportError as error:
-            raise needs("plotly", error) from error
-        rows = [row for row in self.items if row.macs and row.microseconds > 0]
-        intensity = [row.macs / row.bytes for row in rows]
-        ridge = self.roofline.macs_per_second / self.roofline.bytes_per_second
-        ends = [min([*intensity, ridge]) / 2, ridge, max([*intensity, ridge]) * 2]
-        roof = [min(self.roofline.macs_per_second, self.roofline.bytes_per_second * each) for each in ends]
-        figure = graph_objects.Figure()
-        figure.add_scatter(x=ends, y=roof, mode="lines", name="peak", line={"color": "#444444", "dash": "dash"})
-        for bound, symbol, colour in (("compute", "circle", "#0072b2"), ("memory", "square", "#d55e00")):
-            chosen = [(row, x) for row, x in zip(rows, intensity, strict=True) if row.bound == bound]
-            figure.add_scatter(
-                x=[x for _, x in chosen],
-                y=[row.macs / row.microseconds * MILLION for row, _ in chosen],
-                text=[f"{row.layer}: {row.operator}, {row.microseconds:.3g} µs" for row, _ in chosen],
-                mode="markers",
-                hoverinfo="text",
-                name=f"bound by {bound}",
-                marker={"symbol": symbol, "color": colour, "size": 9},
-            )
-        figure.update_xaxes(type="log", title="multiply-accumulates for a byte moved")
-        figure.update_yaxes(type="log", title="multiply-accumulates a second")
-        figure.update_layout(template="plotly_white")
-        return figure
-
-    @checked()
-    def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write totals, plot and table as one HTML file, which opens without network; returns its path. Needs plotly."""
-        drawn = self.plot().to_html(full_html=False, include_plotlyjs=True)
-        summary = html.escape(self.summary)
-        page = f"<!doctype html><meta charset=utf-8><title>{html.escape(self.title)}</title><h1>{html.escape(self.title)}</h1>"
-        return write_file(path, f"{page}<pre style=white-space:pre-wrap>{summary}</pre>{drawn}{self._repr_html_()}")
 
 
 @checked(

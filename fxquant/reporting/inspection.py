@@ -157,7 +157,6 @@ def describe(contents: Contents) -> str:
         sizes[DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))] += tensor.numel() * tensor.element_size()
     operators = Counter(contents.nodes).most_common()
     stored = ", ".join(f"{number:,} {dtype}" for dtype, number in sizes.most_common())
-    stored = ", ".join(f"{number:,} {dtype}" for dtype, number in sizes.most_common())
     dtypes = Counter(row.grid.dtype for row in contents.rows)
     floats = f"{len(contents.floats)} operator{'' if len(contents.floats) == 1 else 's'}" if contents.floats else "none"
     facts = [

@@ -244,7 +244,8 @@ def report(
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise needs("plotly", error) from error
+        remedy = 'pip install "fxquant[report]"'
+        raise ConfigurationError("plotly is needed for this, and is not installed", because=str(error), remedy=remedy) from error
     check_place(path)
     if batches is not None:
         batches = as_batches(batches)
@@ -366,9 +367,3 @@ def _places(graph: networkx.DiGraph) -> dict[str, tuple[float, float]]:
             middle = sum(wish.values()) / len(wish)
             x.update({name: middle + index - (len(names) - 1) / 2 for index, name in enumerate(names)})
     return {name: (x[name], -float(graph.nodes[name]["row"])) for name in graph}
-
-
-def needs(package: str, error: ImportError) -> ConfigurationError:
-    """Return the error for a missing package of the extra "report"."""
-    remedy = 'pip install "fxquant[report]"'
-    return ConfigurationError(f"{package} is needed for this, and is not installed", because=str(error), remedy=remedy)

@@ -263,14 +263,6 @@ def test_a_march_is_one_row(tmp_path: Path) -> None:
     assert any("nash-x" in file.read_text(encoding="utf-8") for file in fxq.board.export_horizon(integer, tmp_path).parent.rglob("*.yaml"))
 
 
-def test_a_page_stands_alone(tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
-    page = fxq.estimate(integer_of()).to_html(tmp_path / "estimate.html").read_text(encoding="utf-8")
-    assert "bound by memory" in page
-    assert "conv2d" in page
-    assert "<script src" not in page
-
-
 def test_a_latency_is_estimated_by_the_targets_rates() -> None:
     nash = backends.get("nash-e")
     budget = Budget(latency=1e-6).on(nash)

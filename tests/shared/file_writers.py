@@ -101,7 +101,6 @@ WRITERS: dict[str, Writer] = {
     "export_torchscript": lambda world, folder: fxq.export.export_torchscript(world.integer, folder / "m.pt"),
     "export_segments": lambda world, folder: fxq.export.export_segments(world.integer, folder),
     "report": lambda world, folder: fxq.report(world.integer, folder / "r.html"),
-    "estimate.to_html": lambda world, folder: fxq.estimate(world.integer).to_html(folder / "e.html"),
     "quantize": quantized,
     "dump": lambda world, folder: fxq.dump(world.integer, folder),
     "prepare dump": lambda world, folder: fxq.prepare(world.float, world.batches[0], "nash-e", options=fxq.Options(dump=folder)),

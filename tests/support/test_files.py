@@ -211,7 +211,6 @@ WRITE: Mapping[str, Callable[[fxq.results.Result, Any], object]] = {
     "export_pt2": lambda result, path: fxq.export.export_pt2(result.integer, path),
     "export_torchscript": lambda result, path: fxq.export.export_torchscript(result.integer, path),
     "report": lambda result, path: fxq.report(result.integer, path),
-    "to_html": lambda result, path: fxq.estimate(result.integer).to_html(path),
     "checkpoint": lambda result, path: fxq.tuning.distill(
         result.prepared, [torch.randn(8, 3, 8, 8)], steps=1, options=fxq.Options(checkpoint=path)
     ),
