@@ -1,7 +1,5 @@
-"""PT2E: exported programs, quantizers of PyTorch's kind and of the user's own, and a target as a quantizer for torchao."""
+"""PT2E: exported programs, quantizers of PyTorch's kind and of the user's own, and a target as a quantizer."""
 
-import sys
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -271,27 +269,12 @@ def test_ranges_of_weights_are_read() -> None:
 
 
 # ---- a target as a quantizer --------------------------------------------------------------------------------------------
-def test_a_target_is_a_quantizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_is_a_quantizer() -> None:
     quantizer = torch_ao.BpuQuantizer("x5")
     prepared = calibrated(torch_ao.prepare_pt2e(program(), quantizer))
     assert prepared.meta["target"].name == "bayes-e"
     assert {each.dtype for each in fxq.inspect.layers(prepared) if each.integer} == {"int8"}
     assert found(prepared)["sigmoid"] == "int8"
     assert fxq.verify(prepared, torch_ao.convert_pt2e(prepared), BATCHES[:1])
-    # torchao calls its methods with the module of a program.
-    here = types.SimpleNamespace(**{kind.__name__: kind for kind in (QuantizationSpec, QuantizationAnnotation)})
-    monkeypatch.setitem(sys.modules, "torchao.quantization.pt2e.quantizer", here)  # type: ignore[misc]
-    monkeypatch.setitem(sys.modules, "torchao.quantization.pt2e", ao)
-    model: Any = program().module()
-    quantizer.set_object_type(torch.sigmoid, None)
-    quantizer.annotate(quantizer.transform_for_annotation(model))
-    quantizer.validate(model)
-    marks = {node.name: node.meta["quantization_annotation"] for node in model.graph.nodes if "quantization_annotation" in node.meta}
-    assert "sigmoid" not in marks
-    assert {"conv2d", "relu", "conv2d_1", "add", "conv2d_2"} <= set(marks)
-    first = {str(node): spec for node, spec in marks["conv2d"].input_qspec_map.items()}
-    assert first["x"].qscheme == torch.per_tensor_symmetric
-    assert (first["conv_weight"].qscheme, first["conv_weight"].ch_axis) == (torch.per_channel_symmetric, 0)
-    assert marks["conv2d"].output_qspec is None
-    assert {spec.quant_max for spec in marks["conv2d_2"].input_qspec_map.values()} == {127}  # its own result is a sum of 32 bits
-    assert (marks["relu"].output_qspec.quant_min, marks["relu"].output_qspec.quant_max) == (-128, 127)
+    with pytest.raises(fxq.errors.ConfigurationError, match="BpuQuantizer has no annotate"):  # which torchao calls
+        quantizer.annotate(program().module())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import importlib
 from dataclasses import fields
 from typing import Any
 
@@ -22,7 +20,6 @@ from fxquant.compat.torch_ao.reading import BITS, Asked, activation, is_dynamic
 from fxquant.compat.torch_ao.reading import weight as weight_config
 from fxquant.frontend.entry import is_unpacked
 from fxquant.ir.graph import fused
-from fxquant.numerics.grids import ACTIVATION_TYPES, IntType
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, State, WeightConfig
 from fxquant.support import logger
@@ -32,8 +29,7 @@ from fxquant.support.arguments import FLAG, checked
 class Quantizer:
     """Rules for the operators of an exported program: a global config, and configs by type of module or function and by module name.
 
-    torchao's own `prepare_pt2e` takes it as well: it then annotates the operators that are integer on the target. What torchao makes of
-    them rounds a float model; the integers of the target are those of `fxquant.convert`.
+    It is for `prepare_pt2e` of this package: torchao's own takes its own quantizers.
 
     target   the target of the integers
     """
@@ -65,21 +61,6 @@ class Quantizer:
         """Set how calls of a function, or of an ATen operator, are quantized; None keeps them in float."""
         self.mapping.set_object_type(function_type, quantization_config)
         return self
-
-    def transform_for_annotation(self, model: Any) -> Any:
-        """Return the graph of a program unchanged."""
-        return model
-
-    def annotate(self, model: Any) -> Any:
-        """Annotate the graph of a program in place, and return it: inputs, weights and results of integer operators."""
-        annotate_decisions(model, self.target, self.mapping)
-        return model
-
-    def validate(self, model: Any) -> None:
-        """Accept every graph."""
-
-    def prepare_obs_or_fq_callback(self, model: Any, edge_or_node_to_obs_or_fq: Any) -> None:
-        """Change no observer."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -334,41 +315,3 @@ def _output(node: fx.Node, marks: dict[fx.Node, Any]) -> ActivationConfig | None
     own = _grid(node, marks, node)
     asked_for = (_grid(node, marks, (node, user)) for user in node.users if user in marks)
     return own or next((grid for grid in asked_for if grid is not None), None)
-
-
-# ---- the other way: a target's decisions as annotations for torchao ----------------------------------------------------------------
-def annotate_decisions(model: Any, target: str, mapping: QConfigMapping) -> None:
-    """Annotate the operators of a program's graph that are integer on a target, with its dtypes, for the functions of torchao."""
-    quantizer, observers = (importlib.import_module(f"torchao.quantization.pt2e{part}") for part in (".quantizer", ""))
-
-    def spec(dtype: IntType, observer: Any, scheme: Any, **axis: int) -> Any:
-        kind = torch.uint8 if dtype.affine else torch.int16 if dtype.bits == 16 else torch.int8
-        return quantizer.QuantizationSpec(kind, observer, dtype.low, dtype.high, scheme, **axis)
-
-    def grid(dtype: IntType) -> Any:
-        return spec(dtype, observers.HistogramObserver, torch.per_tensor_affine if dtype.affine else torch.per_tensor_symmetric)
-
-    values = [node.meta["val"] for node in model.graph.find_nodes(op="placeholder")]
-    inputs = tuple(torch.zeros([int(size) for size in value.shape], dtype=value.dtype, device="cpu") for value in values)
-    program: Any = torch.export.export(copy.deepcopy(model), inputs)
-    options, calls = fxq.Options(dynamic_shapes={}), _calls(model)
-    prepared, named = fxq.prepare(program, inputs, target, mapping, options=options), _by_name(program, inputs, options, calls)
-    decided = {node.name: node for node in prepared.graph.nodes}
-    grids: dict[fx.Node, Any] = {}
-    usual = grid(ACTIVATION_TYPES[prepared.meta["target"].default_activation])
-    for name, operator in quantized_operators(prepared).items():
-        nodes = sorted((named[each] for each in (name, *fused(decided[name])) if each in named), key=calls.index)
-        if not nodes or operator.plain:
-            continue
-        arguments = _arguments(nodes[0])
-        weight = arguments.get("weight")
-        read = {node: grids.get(node, usual) for node in nodes[0].all_input_nodes if node not in (weight, arguments.get("bias"))}
-        if isinstance(weight, fx.Node):
-            dtype, axis = operator.weight_quantizer.dtype, int("transpose" in str(nodes[0].target))
-            read[weight] = spec(dtype, observers.PerChannelMinMaxObserver, torch.per_channel_symmetric, ch_axis=axis)
-        for node in nodes:
-            node.meta[KEY] = quantizer.QuantizationAnnotation(read if node is nodes[0] else {}, _annotated=True)
-        if operator.owns_output and operator.output.dtype.bits <= 16:
-            nodes[-1].meta[KEY].output_qspec = grids[nodes[-1]] = grid(operator.output.dtype)
-        elif not operator.owns_output and read:  # it passes values on
-            grids[nodes[-1]] = next(iter(read.values()))
