@@ -6,8 +6,9 @@ measures the outputs. The chosen mapping is prepared with `observations` and mea
 Ranks of torch.distributed divide the trials (`tuning.checkpoint`).
 """
 
-from fxquant.search.bit_widths import Budget, Speed, mixed_precision
+from fxquant.search.bit_widths import Budget, mixed_precision
 from fxquant.search.observer_search import search_observers
 from fxquant.search.sensitivity import sensitivity
+from fxquant.target import Roofline as Speed
 
 __all__ = ["Budget", "Speed", "mixed_precision", "search_observers", "sensitivity"]

@@ -26,25 +26,12 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import QConfig, QConfigMapping, as_mapping
 from fxquant.search.sensitivity import METRIC, Metric, Sensitivity, calibrated, find, reference_of, score_of
 from fxquant.support.arguments import NUMBER, Kind, checked, checked_class, instance
-from fxquant.target import Target
+from fxquant.target import Roofline, Target
 
 _NONE = NUMBER.or_none("no limit")
 
 
-@checked_class(macs_per_second=NUMBER, bytes_per_second=NUMBER)
-@dataclass(frozen=True)
-class Speed:
-    """The speed of a device, for an estimate: a layer takes the sum of the times of its products and of its bytes.
-
-    macs_per_second   multiply-accumulates of two int8 numbers; products of a and b bits take a·b/64 times as long
-    bytes_per_second  bytes of weights and operands that are read, and of results that are written; an int4 is half a byte
-    """
-
-    macs_per_second: float
-    bytes_per_second: float
-
-
-SPEED: Kind = instance("a Speed", Speed).or_none("that of the target's chip")
+SPEED: Kind = instance("a fxq.extend.Roofline", Roofline).or_none("that of the target's chip")
 
 
 @checked_class(weight_bytes=_NONE, weight_bits=_NONE, bit_operations=_NONE, latency=_NONE, speed=SPEED)
@@ -55,15 +42,16 @@ class Budget:
     weight_bytes    the bytes of weights, two int4 in a byte; biases, and weights that no rule of a mapping can reach, are not counted
     weight_bits     the same as the average over all weights, in bits for each
     bit_operations  of one item: multiply-accumulates, each times the bits of both its factors
-    latency         seconds for one item, estimated with `speed`
-    speed           None: the peak rates of the target, as in `fxq.estimate`
+    latency         seconds for one item, estimated: a layer takes the sum of the times of its products and of its bytes
+    speed           the rates for that. Products of a and b bits take a·b/64 times as long as those of int8, and an int4 is half a byte.
+                    None: the peak rates of the target, as in `fxq.estimate`
     """
 
     weight_bytes: float | None = None
     weight_bits: float | None = None
     bit_operations: float | None = None
     latency: float | None = None
-    speed: Speed | None = None
+    speed: Roofline | None = None
 
     def __post_init__(self) -> None:
         if not any(getattr(self, name) for name in LIMITS):
@@ -71,7 +59,7 @@ class Budget:
             raise ConfigurationError("the budget limits nothing", because=because, remedy="give one of them, as in Budget(weight_bits=5)")
         if self.latency is None and self.speed is not None:
             because = "it estimates seconds, and the budget has no latency"
-            remedy = "pass Budget(latency=0.01, speed=Speed(macs_per_second=1e12, bytes_per_second=1e10)), or neither"
+            remedy = "pass Budget(latency=0.01, speed=fxq.extend.Roofline(macs_per_second=1e12, bytes_per_second=1e10)), or neither"
             raise ConfigurationError("a speed is given without a latency", because=because, remedy=remedy)
 
     def on(self, target: Target) -> Budget:
@@ -80,9 +68,9 @@ class Budget:
             return self
         if target.roofline is None:
             because = "the rates are those of the machine that the model runs on"
-            remedy = "pass Budget(latency=0.01, speed=Speed(macs_per_second=1e11, bytes_per_second=2e10))"
+            remedy = "pass Budget(latency=0.01, speed=fxq.extend.Roofline(macs_per_second=1e11, bytes_per_second=2e10))"
             raise ConfigurationError(f"a latency on {target.name} cannot be estimated", because=because, remedy=remedy)
-        return replace(self, speed=Speed(target.roofline.macs_per_second, target.roofline.bytes_per_second))
+        return replace(self, speed=target.roofline)
 
     @property
     def limits(self) -> dict[str, float]:
@@ -99,7 +87,7 @@ LIMITS = tuple(field.name for field in fields(Budget) if field.name != "speed")
 Term = tuple[float, str, str, str, str]  # a cost, if these two choices have these dtypes: choice, dtype, choice, dtype; "" for none
 
 
-def cost_terms(choices: Choices, limit: str, speed: Speed | None) -> Iterator[Term]:
+def cost_terms(choices: Choices, limit: str, speed: Roofline | None) -> Iterator[Term]:
     """Yield the terms of the cost that a limit bounds, a sum over choices and pairs of choices."""
     if limit in ("weight_bytes", "weight_bits"):
         weights = [choice for choice in choices.values() if choice.kind == WEIGHT]
@@ -123,7 +111,7 @@ def _sides(choices: Choices, name: str, width: int) -> list[tuple[str, int]]:
     return [(dtype, bits(dtype)) for dtype in choices[name].dtypes] if name else [("", width)]
 
 
-def costs(choices: Choices, dtypes: Mapping[str, str], speed: Speed | None = None) -> dict[str, float]:
+def costs(choices: Choices, dtypes: Mapping[str, str], speed: Roofline | None = None) -> dict[str, float]:
     """Return the cost of these dtypes for each limit; latency only with a speed."""
 
     def is_there(name: str, dtype: str) -> bool:

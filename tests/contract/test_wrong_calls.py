@@ -193,7 +193,7 @@ PASSIVE = {  # public names that nobody calls with arguments of his own
     "Finding", "Findings", "Observer", "MinMaxObserver", "Observations", "Rounding", "Nearest", "AdaptiveRounding", "Stage", "Target",
     "Intermediate", "Layer", "Segment", "Sensitivity", "TensorSensitivity", "MixedPrecision", "ObserverSearch", "ObserverTrial", "Tuned",
     "TuneStep", "Result", "Advice", "Estimate", "LayerEstimate", "CompiledCost", "Conformance", "ProbeResult", "Comparison",
-    "GraphDifference", "LayerComparison", "Report", "DeviationReport", "__version__", *MODULES,
+    "GraphDifference", "LayerComparison", "Report", "DeviationReport", "Speed", "__version__", *MODULES,
 }  # fmt: skip
 GRAPHS = [5, nn.Linear(2, 2), "none.onnx"]
 EMPTY = [[{}]]  # batches: none at all are left to the function
@@ -217,7 +217,7 @@ ROWS = (
     *map(row, (fxq.board.HorizonOptions, fxq.export.export_pt2, fxq.export.export_torchscript, fxq.inspect.not_fused, fxq.QConfig)),
     *map(row, (fxq.inspect.suspicious_settings, fxq.inspect.shared_scales, fxq.inspect.memory, fxq.inspect.devices)),
     *map(row, (fxq.inspect.compare_weights, fxq.results.Result.compare, fxq.results.Comparison.worst)),
-    *map(row, (fxq.results.Comparison.write_tensorboard, fxq.search.Speed, fxq.extend.Roofline)),
+    *map(row, (fxq.results.Comparison.write_tensorboard, fxq.extend.Roofline)),
     *map(row, (RULES.set_global, RULES.set_object_type, RULES.set_module_name, fxq.save_qconfig)),
     *map(row, (fxq.observers.HistogramObserver, fxq.observers.MSEObserver, fxq.observers.KLObserver, fxq.observers.MixObserver)),
     *map(row, (fxq.observers.PercentileObserver, fxq.observers.LpObserver, fxq.observers.ClipStdObserver)),
