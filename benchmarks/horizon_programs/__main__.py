@@ -30,7 +30,7 @@ from benchmarks.horizon_programs.calibrated import computed
 from benchmarks.horizon_programs.expected import EXPECTED, Expected
 from fxquant.backends.horizon.tool import Tool
 from fxquant.compat import horizon
-from fxquant.compat.horizon.served import march
+from fxquant.compat.horizon import served as march
 from fxquant.compat.horizon.served.hbdk4 import Module
 from fxquant.ir.graph import fact
 from fxquant.ir.integer import qparams

@@ -23,7 +23,7 @@ from fxquant.backends.horizon.tool import STEPS
 from fxquant.backends.onnx.horizon import fixed_shape
 from fxquant.cli import main
 from fxquant.compat import horizon
-from fxquant.compat.horizon.served import march
+from fxquant.compat.horizon import served as march
 from fxquant.ir.integer import qparams
 from tests.shared.horizon_tool import DATE, FakeTool, integers
 from tests.shared.networks import Network

@@ -16,7 +16,7 @@ from benchmarks.silicon.networks import live
 from benchmarks.zoo import MobileNetV2, ResNet18
 from fxquant.backends.horizon.tool import Tool
 from fxquant.compat import horizon
-from fxquant.compat.horizon.served import march
+from fxquant.compat.horizon import served as march
 from tests.backends.test_horizon_camera import MEAN, STD, of_rgb
 from tests.backends.test_horizon_camera import converted as with_camera
 from tests.shared.networks import Network, members

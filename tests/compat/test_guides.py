@@ -11,7 +11,7 @@ import torch
 
 import fxquant as fxq
 from fxquant.compat import horizon, torch_ao
-from fxquant.compat.horizon.served import march
+from fxquant.compat.horizon import served as march
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.compat import horizon
-from fxquant.compat.horizon.served import march
+from fxquant.compat.horizon import served as march
 from fxquant.ops import Trait
 from fxquant.prepared.operators import quantized_operators
 from tests.shared.networks import dtypes, stored, written

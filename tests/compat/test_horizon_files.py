@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from benchmarks.horizon_programs.calibrated import computed
 from fxquant.compat import horizon
-from fxquant.compat.horizon.served import march
+from fxquant.compat.horizon import served as march
 from tests.shared.networks import members
 
 fx_helper, jit_scheme = horizon.fx.fx_helper, horizon.fx.jit_scheme

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.compat.common import foreign, refusals, refused, unknown
+from fxquant.compat.horizon.served import required
 from fxquant.compat.horizon.served.flow import integer_of
-from fxquant.compat.horizon.served.march import required
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact, is_deployed, stage_of
 from fxquant.prepared.batches import first_batches

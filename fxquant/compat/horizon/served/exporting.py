@@ -18,8 +18,8 @@ from fxquant import backends
 from fxquant.backends.horizon.compiled_program import Binary
 from fxquant.backends.horizon.export import HB_MAPPER
 from fxquant.compat.common import foreign, refusals, refused
+from fxquant.compat.horizon.served import get_march
 from fxquant.compat.horizon.served.flow import integer_of
-from fxquant.compat.horizon.served.march import get_march
 from fxquant.errors import ExportError
 from fxquant.ir.graph import stage_of
 from fxquant.support import logger

@@ -18,7 +18,7 @@ from fxquant.accuracy.learn import adaround
 from fxquant.accuracy.states import enter, owned_quantizers, require_prepared
 from fxquant.compat.common import BRANCH, foreign, keeps_attributes, reading_attributes, refusals, refused, traced, unknown, unserved
 from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, set_observed_scales, take_checkpoints
-from fxquant.compat.horizon.served.march import get_qat_mode, required
+from fxquant.compat.horizon.served import get_qat_mode, required
 from fxquant.compat.horizon.served.markers import leaves, scale_of_stubs, with_paths
 from fxquant.compat.horizon.served.qconfig import as_qconfig
 from fxquant.compat.horizon.served.templates import of_dict, of_setters, on_host

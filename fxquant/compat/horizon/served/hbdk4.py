@@ -17,9 +17,9 @@ import fxquant as fxq
 from fxquant.accuracy.states import require_prepared
 from fxquant.backends.horizon.export import HB_MAPPER
 from fxquant.compat.common import foreign, refused
+from fxquant.compat.horizon.served import NAMES
 from fxquant.compat.horizon.served.exporting import compiled, perf_model, require_march
 from fxquant.compat.horizon.served.flow import integer_of
-from fxquant.compat.horizon.served.march import NAMES
 from fxquant.ir.graph import fact, is_deployed
 from fxquant.ir.integer import qparams
 from fxquant.support import logger
