@@ -144,7 +144,7 @@ def _correct(
     noises = {"in full": outputs.noise(_walked(prepared, samples, exact))} if there else {}
     attempts = {name: partial(put, share) for name, share in SHARES.items()}
     rows_judged = judged(outputs, before, rows, tuned.undo, ("biases", "corrected"), attempts, noises)
-    result = TuningResult("correct_bias", rows_judged, tuple(skipped.items()), exact.largest + real.largest)
+    result = TuningResult("correct_bias", rows_judged, tuple(skipped.items()))
     logger.debug("%s", result)
     return result
 

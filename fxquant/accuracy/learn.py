@@ -68,7 +68,7 @@ def learn(
         # Units were chosen by the held-out samples, so that these alone would be too kind to the sum of all choices.
         rows = [TunedLayer.of(checkpoint.document[unit.name]) for unit in tried]
         judgements = judged(everything, start, rows, tuned.undo, ("weights", f"learned by {method}"))
-        return checkpoint.agreed(prepared, TuningResult(method, judgements, tuple(skipped.items()), exact.largest + real.largest))
+        return checkpoint.agreed(prepared, TuningResult(method, judgements, tuple(skipped.items())))
 
 
 def _taught(

@@ -1,19 +1,76 @@
-"""The result of a tuning method: its figures for every layer, which print as a table."""
+"""Findings as rows: they iterate, print as a table, and are shown as one in a notebook; the figures of a tuning method are such rows."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 Row = TypeVar("Row")
+Found = TypeVar("Found", bound=NamedTuple)
 
 
+@dataclass(frozen=True)
+class Rows(Sequence[Found], Generic[Found]):
+    """Findings, a named tuple each, in the order of the graph."""
+
+    title: str  # the heading of the table
+    items: tuple[Found, ...]  # the rows
+    none: str = "none"  # the text if there are none
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __rich__(self) -> Table:
+        heads = [name.replace("_", " ") for name in self.items[0]._fields] if self.items else []
+        table = Table(*heads, title=self.title, title_justify="left")
+        for item in self.items:
+            table.add_row(*(escape(cell(value)) for value in item))
+        return table
+
+    def __str__(self) -> str:
+        return as_text(self.__rich__()) if self.items else f"{self.title}: {self.none}"
+
+    def _repr_html_(self) -> str:
+        return as_html(self.__rich__()) if self.items else f"<p>{escape(str(self))}</p>"
+
+
+def cell(value: Any) -> str:
+    """Return a value as the text of a table's cell."""
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.4g}"
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return ", ".join(map(cell, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def as_text(shown: Any) -> str:
+    """Something of rich's as plain lines."""
+    console = Console(file=io.StringIO(), width=160)
+    console.print(shown)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.rstrip("\n").splitlines())
+
+
+def as_html(shown: Any) -> str:
+    """Render an object as HTML, for a notebook."""
+    console = Console(file=io.StringIO(), width=160, record=True)
+    console.print(shown)
+    return console.export_html(inline_styles=True, code_format="<pre style='line-height:1.2'>{code}</pre>")
+
+
+# ---- the figures of a tuning method for every layer
 class LayerTable(Generic[Row]):
     """A row for each layer: iterates over the rows, and prints as the table that a subclass builds in `__rich__`."""
 
@@ -25,14 +82,8 @@ class LayerTable(Generic[Row]):
     def __len__(self) -> int:
         return len(self.layers)
 
-    def __rich__(self) -> Table:
-        raise NotImplementedError
-
     def __str__(self) -> str:
-        """Return the table without colours, as wide as it needs to be."""
-        written = io.StringIO()
-        Console(file=written, width=160, color_system=None).print(self.__rich__())
-        return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
+        return as_text(self)
 
 
 @dataclass(frozen=True)
@@ -72,14 +123,12 @@ class TuningResult(LayerTable[TunedLayer]):
     method   the function that tuned
     layers   a row each
     skipped  layers that the method cannot tune, each with the reason
-    memory   bytes of values that were kept for the samples at the same time, at most
     losses   the loss of each step, where one loss is minimized over the whole model, as by `distill`
     """
 
     method: str
     layers: tuple[TunedLayer, ...]
     skipped: tuple[tuple[str, str], ...] = ()
-    memory: int = 0
     losses: tuple[float, ...] = ()
 
     @property
@@ -90,7 +139,7 @@ class TuningResult(LayerTable[TunedLayer]):
     @property
     def summary(self) -> str:
         """One line."""
-        return f"{self.method}: {len(self.kept)} of {len(self.layers)} tuned, {self.memory / 2**20:.1f} MiB of values kept at most"
+        return f"{self.method}: {len(self.kept)} of {len(self.layers)} tuned"
 
     def __rich__(self) -> Table:
         table = Table(title=self.summary, title_justify="left")

@@ -4,7 +4,6 @@ The result of a node is kept for every sample until all its readers have run, so
 through the graph, twice, for all samples; no gradient is kept.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,31 +110,6 @@ def _cut(inputs: Sequence[Any], axes: Sequence[int | None], size: int) -> Iterab
         ]
 
 
-class Kept:
-    """The bytes of tensors that are kept, each memory once, and the most there were."""
-
-    def __init__(self) -> None:
-        self.bytes = self.largest = 0
-        self._memories: dict[int, list[int]] = {}  # by address: how many tensors there are of it, and its bytes
-
-    def add(self, value: Any) -> None:
-        """Count a tensor; anything else has no bytes."""
-        if isinstance(value, Tensor):
-            memory = self._memories.setdefault(value.data_ptr(), [0, value.nbytes])
-            self.bytes += 0 if memory[0] else memory[1]
-            memory[0] += 1
-            self.largest = max(self.largest, self.bytes)
-
-    def drop(self, value: Any) -> None:
-        """Count a tensor no more."""
-        if isinstance(value, Tensor):
-            memory = self._memories[value.data_ptr()]
-            memory[0] -= 1
-            if not memory[0]:
-                self.bytes -= memory[1]
-                del self._memories[value.data_ptr()]
-
-
 class Walk:
     """The values of some chunks at the nodes of a prepared model, as far as they were asked for and are still to be read.
 
@@ -152,14 +126,6 @@ class Walk:
         self._done: set[fx.Node] = set(inputs)
         self._loops = loops.bodies(prepared.graph)
         self._loop_of = {node: start for start, nodes in self._loops.items() for node in nodes}
-        self._kept = Kept()
-        for value in itertools.chain.from_iterable(chunks):
-            self._kept.add(value)
-
-    @property
-    def largest(self) -> int:
-        """The most bytes that were kept at the same time, without parameters."""
-        return self._kept.largest
 
     @torch.no_grad()
     def at(self, nodes: Iterable[fx.Node]) -> list[Values]:
@@ -170,8 +136,6 @@ class Walk:
             with constants_kept():
                 for values in self._values:
                     values.update(self._every_step(ran, values) if node in self._loops else {node: self._value(node, values)})
-                    for each in (each for each in ran if each.op != "get_attr"):
-                        self._kept.add(values[each])
             self._done.update(ran)
             for operand in (operand for each in ran for operand in each.all_input_nodes):
                 self._left[operand] -= 1
@@ -202,9 +166,7 @@ class Walk:
 
     def _drop(self, node: fx.Node) -> None:
         for values in self._values:
-            value = values.pop(node, None)
-            if node.op != "get_attr":
-                self._kept.drop(value)
+            values.pop(node, None)
 
     def _needed(self, targets: Sequence[fx.Node]) -> list[fx.Node]:
         """Return the nodes that have to run for these nodes, in the order of the graph."""

@@ -210,7 +210,7 @@ def _round(
     layers = [TunedLayer.of(row) for row in results.values() if row is not None]
     put_roundings(prepared, {row.name: LearnedRounding(**checkpoint.learned(row)) for row in layers})
     rows = _judged(prepared, layers, FloatOutputs(prepared, [samples.chunks[index] for index in samples.judging]), undo)
-    result = TuningResult("round_weights", rows, tuple(skipped), walk.largest)
+    result = TuningResult("round_weights", rows, tuple(skipped))
     logger.debug("%s", result)
     return result
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant import backends
+from fxquant.accuracy.result import Rows
 from fxquant.analysis.recording import QUANTIZED, Seen, Wanted, returned
 from fxquant.api import convert, load
 from fxquant.backends.horizon.compiled_program import SimulatedForm
@@ -23,7 +24,6 @@ from fxquant.conformance.manifest import Array, Case, Kit, ProbeProgram, packed,
 from fxquant.conformance.variants import Variant, variants_of
 from fxquant.errors import ConfigurationError, ExportError, FxQuantError
 from fxquant.primitives import PRIMITIVES, shape
-from fxquant.reporting.rows import Rows
 from fxquant.support import logger
 from fxquant.support.arguments import FOLDER, checked
 from fxquant.support.files import write_file

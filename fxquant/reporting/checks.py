@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
+from fxquant.accuracy.result import Rows
 from fxquant.analysis.layers import GRAPH, QUANTIZED, layers
 from fxquant.analysis.recording import Form
 from fxquant.errors import Interrupted
@@ -24,7 +25,6 @@ from fxquant.quantization.spec import WeightConfig
 from fxquant.reporting.advice import grid_text
 from fxquant.reporting.forms import form_of
 from fxquant.reporting.page import operator_graph, weights_of
-from fxquant.reporting.rows import Rows
 from fxquant.reporting.statistics import Steps, TensorStatistics, sqnr_of
 from fxquant.support.arguments import NUMBER, checked, instance, such
 from fxquant.support.progress import in_one_piece, progress

@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import Tensor, fx
 
 from fxquant.accuracy.measure import Parts, is_real
+from fxquant.accuracy.result import as_html, as_text
 from fxquant.analysis.layers import GRAPH, layers, recurrent_parts
 from fxquant.analysis.recording import Facts, Form, GraphForm, Values
 from fxquant.errors import Interrupted
@@ -23,7 +24,6 @@ from fxquant.quantization.spec import State
 from fxquant.reporting.advice import Advice, advise, grid_text, held_together, of_parts, quiet_channels
 from fxquant.reporting.effects import Effects, shifted
 from fxquant.reporting.forms import form_of
-from fxquant.reporting.rows import as_html, as_text
 from fxquant.reporting.statistics import LayerComparison, Steps, TensorStatistics, drawn, in_decibels, row
 from fxquant.reporting.tensor_rules import Cures, Judged
 from fxquant.reporting.verdict import Verdict, causes_of, verdict_on
@@ -185,7 +185,6 @@ class Comparison(Mapping[str, LayerComparison]):
     outputs     a row for each output
     verdict     the grade of the outputs, and the composition of their noise if no single layer dominates; None if the models return
                 no floating-point tensors
-    unmatched   tensors of the second form that the first does not have: the inner parts of composite operators
     batches     the number of batches
     statistics  the statistics of each tensor, for histograms
     hidden      tensors inside of recurrent layers that are not compared, since no prepared model was given
@@ -195,7 +194,6 @@ class Comparison(Mapping[str, LayerComparison]):
     layers: tuple[LayerComparison, ...]
     outputs: tuple[LayerComparison, ...]
     advice: tuple[Advice, ...]
-    unmatched: tuple[str, ...]
     batches: int
     statistics: Mapping[str, TensorStatistics] = field(repr=False)
     verdict: Verdict | None = None
@@ -373,5 +371,4 @@ def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: f
     verdict = verdict_on([end for end in ends if outputs[end.name].real])
     labels = (pairing.left.label, pairing.right.label)
     hidden = 0 if len(pairing.forms) > 1 else len(pairing.parts)
-    unmatched = tuple(name for name in pairing.right.facts if name not in pairing.seen)
-    return Comparison(labels, rows, ends, advice, unmatched, count, pairing.seen, verdict, hidden)
+    return Comparison(labels, rows, ends, advice, count, pairing.seen, verdict, hidden)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import fx
 
 from fxquant import backends
+from fxquant.accuracy.result import Rows
 from fxquant.analysis.layers import HOST, Layer, layers
 from fxquant.analysis.measures import bytes_of
 from fxquant.backends.horizon.compiled_program import Binary, CompiledCost
@@ -18,7 +19,6 @@ from fxquant.ir.graph import fact, is_deployed
 from fxquant.ir.integer import operation
 from fxquant.prepared.unrolled import unrolled
 from fxquant.reporting.page import operator_graph
-from fxquant.reporting.rows import Rows
 from fxquant.support.arguments import PATH, checked, instance, such
 from fxquant.support.progress import working
 from fxquant.target import Roofline, Target

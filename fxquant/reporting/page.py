@@ -125,7 +125,7 @@ def _node(layer: Layer | None, compared: LayerComparison | None, name: str) -> d
         "why": layer.reason or "; ".join(layer.notes),
     }
     if compared is not None:
-        keys = ("sqnr", "own", "cosine", "steps", "clipped", "zeroed", "reach", "error", "effect", "try_this", "reference")
+        keys = ("sqnr", "own", "cosine", "steps", "clipped", "zeroed", "reach", "error", "effect", "reference")
         data.update({key: getattr(compared, key) for key in keys})
         if compared.sqnr == math.inf:
             data["equal"] = True

@@ -210,7 +210,6 @@ class LayerComparison:
     reach       the largest magnitude of the reference over that of the quantization range: 1 if it just fits
     error       the larger part of the quantization error `own`: "truncation", "rounding", or "none"
     effect      the noise-to-signal ratio at the outputs from quantizing this tensor alone, if it was measured; else NaN
-    try_this    advice to improve this layer; "" if it has no quantization error
     low, high   the ends of the reference
     """
 
@@ -233,7 +232,6 @@ class LayerComparison:
     reach: float
     error: str
     effect: float
-    try_this: str
     low: float
     high: float
 
@@ -253,14 +251,5 @@ def row(name: str, reference: str, facts: Facts, data: TensorStatistics, effect:
     return LayerComparison(
         name, reference, facts.operator, dtype, facts.grid, facts.source, facts.because, data.elements,
         cosine, sqnr_of(data.signal, data.noise), data.noise / count, data.largest, steps, own, clipped, zeroed, data.reach,
-        error, effect, _try(error, data), data.low, data.high,
+        error, effect, data.low, data.high,
     )  # fmt: skip
-
-
-def _try(error: str, statistics: TensorStatistics) -> str:
-    if error == "truncation":
-        return "a larger scale: more calibration data, or an observer that clips less (MinMaxObserver)"
-    if error == "rounding":
-        small = statistics.reach < 0.5
-        return "a smaller scale: the grid reaches further than the values" if small else "more bits (int16), or fxq.tuning.equalize"
-    return ""
