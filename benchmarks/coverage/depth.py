@@ -260,20 +260,20 @@ def of_pytorch(here: Here) -> State:
 
 def boxes(here: Here) -> State:
     anchors, scores, deltas = torch.rand(6, 4).sort(1)[0], torch.rand(2, 6, 3), torch.zeros(2, 6, 4)
-    detections = horizon.nn.DetectionPostProcess(0.1, iou_threshold=0.5, post_nms_top_n=4)([anchors], [scores], [deltas])
-    sure(len(detections[0]) == 2 and all(1 <= len(each) <= 4 for each in detections[1]))
+    detections = fxq.nn.DetectionPostProcess(4, 0.1)(scores, deltas, anchors)
+    sure(detections[0].shape == (2, 4, 4))
     sure(horizon.functional.nms(anchors, scores[0, :, 0], 1.0).tolist() == scores[0, :, 0].argsort(descending=True).tolist())
-    sure(not hasattr(horizon.nn, "RcnnPostProcess") and not hasattr(horizon.nn, "DetectionPostProcessV1"))
-    return part("in float, on the host; RcnnPostProcess, DetectionPostProcessV1 and turned boxes are refused")
+    sure(not hasattr(horizon.nn, "DetectionPostProcess"))
+    return part("in float, on the host; post-processes are refused under the plugin's names, and so are turned boxes")
 
 
 def regions(here: Here) -> State | None:
     align = horizon.nn.MultiScaleRoIAlign((2, 2), [4, 8])
     rois = torch.tensor([[[0.0, 0, 9, 9]]])
     sure(align([torch.ones(1, 2, 8, 8), torch.ones(1, 2, 4, 4)], rois).eq(1).all())
-    pool = horizon.nn.BevPoolV2((2, 2))
     ranks = torch.tensor([0, 1, 1])
-    sure(pool(torch.ones(1, 1, 2, 1, 1), torch.ones(1, 1, 3, 1, 1), ranks, ranks * 0, ranks, None, None).sum() == 9)
+    pool = fxq.nn.BEVPool((2, 2), ranks, ranks * 0, ranks)
+    sure(pool(torch.ones(1, 1, 2, 1, 1), torch.ones(1, 1, 3, 1, 1)).sum() == 9)
     clouds, ends = [torch.rand(20, 4)], torch.tensor([0.0, 0, 0, 1, 1, 1])
     features, places = horizon.nn.functional.point_pillars_preprocess(clouds, ends, torch.tensor([0.5, 0.5, 1.0]), 9, 4, True)
     sure(features.shape == (1, 4, 9, 4) and places.shape == (9, 4))

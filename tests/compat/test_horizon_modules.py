@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import fxquant as fxq
@@ -77,106 +77,6 @@ def test_anchors_are_the_channels_of_a_map() -> None:
             box = [middle[0] - half[0], middle[1] - half[1], middle[0] + half[0], middle[1] + half[1]]
             expected[4 * anchor : 4 * anchor + 4, row, column] = torch.tensor(box)
         assert all(torch.equal(each, expected) for each in result)
-
-
-def outputs(anchors: int, classes: int, sizes: tuple[tuple[int, int], ...]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Anchors, scores and deltas of levels; the deltas move boxes, and leave them their sizes."""
-    boxes, scores, deltas = [], [], []
-    for height, width in sizes:
-        corner = whole(2, anchors, 2, height, width, low=0, high=32)
-        boxes.append(torch.cat((corner, corner + 4 * whole(2, anchors, 2, height, width, low=1, high=6)), 2).flatten(1, 2))
-        scores.append(torch.rand(2, anchors * classes, height, width, generator=G))
-        moves = torch.cat((whole(2, anchors, 2, height, width, low=-2, high=2) / 4, torch.zeros(2, anchors, 2, height, width)), 2)
-        deltas.append(moves.flatten(1, 2))
-    return boxes, scores, deltas
-
-
-def rows_of(item: int, anchors: int, *levels: list[Tensor]) -> list[tuple[list[float], ...]]:
-    """Return the values of every list for each anchor, pixel by pixel, level by level."""
-    rows = []
-    for maps in zip(*levels, strict=True):
-        height, width = maps[0].shape[2:]
-        for row, column, anchor in itertools.product(range(height), range(width), range(anchors)):
-            parts = []
-            for each in maps:
-                count = each.shape[1] // anchors
-                parts.append(each[item, anchor * count : (anchor + 1) * count, row, column].tolist())
-            rows.append(tuple(parts))
-    return rows
-
-
-def moved(box: list[float], delta: list[float], size: tuple[int, int]) -> list[float]:
-    dx, dy = delta[0] * (box[2] - box[0]), delta[1] * (box[3] - box[1])
-    built = [box[0] + dx, box[1] + dy, box[2] + dx, box[3] + dy]
-    return [min(max(each, 0.0), float(limit)) for each, limit in zip(built, (size[1], size[0], size[1], size[0]), strict=True)]
-
-
-def test_each_class_of_an_anchor_is_a_box() -> None:
-    boxes, scores, deltas = outputs(2, 4, ((4, 5), (3, 2)))
-    process = hnn.DetectionPostProcess(0.3, (2.0, 2.0, 1.0, 1.0), 1, 6.0, (40, 44), iou_threshold=0.4, pre_nms_top_n=30, post_nms_top_n=9)
-    boxes_found = process(boxes, scores, deltas)
-    for item in range(2):
-        rows: list[tuple[float, int, list[float]]] = []
-        for anchor, score, delta in rows_of(item, 2, boxes, scores, deltas):
-            box = moved(anchor, [2 * each for each in delta], (40, 44))
-            if box[2] - box[0] >= 6 and box[3] - box[1] >= 6:
-                rows += [(each, label, box) for label, each in enumerate(score) if label != 1 and each >= 0.3]
-        rows = sorted(rows, key=lambda each: -each[0])[:30]
-        assert len(rows) > 6
-        columns = torch.tensor([box for _, _, box in rows]), torch.tensor([s for s, _, _ in rows]), torch.tensor([k for _, k, _ in rows])
-        kept = greedy(columns[0], columns[1], 0.4, columns[2])[:9]
-        assert all(torch.equal(part[item], column[kept]) for part, column in zip(boxes_found, columns, strict=True))
-
-
-def test_levels_have_their_best_boxes() -> None:
-    boxes, scores, deltas = outputs(1, 2, ((3, 3), (2, 2)))
-    every = hnn.DetectionPostProcess(pre_decode_top_n=4, post_decode_top_n=3)(boxes, scores, deltas)
-    assert [len(each) for each in every[0]] == [6, 6]
-    for item in range(2):
-        for level, part in enumerate(every[1][item].split(3)):
-            rows = sorted(rows_of(item, 1, scores[level : level + 1]), key=lambda row: -row[0][0])[:4]
-            assert part.tolist() == sorted((each for (row,) in rows for each in row), reverse=True)[:3]
-    each = hnn.DetectionPostProcess(iou_threshold=0.0, nms_on_each_level=True, post_nms_top_n=1)(boxes, scores, deltas)
-    assert [len(kept) for kept in each[1]] == [2, 2]
-    assert [float(kept[0]) for kept in each[1]] == [float(scores[0][item].max()) for item in range(2)]
-    with pytest.raises(fxq.errors.ConfigurationError, match="mode"):
-        hnn.DetectionPostProcess(mode="yolo")
-
-
-class Detector(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.quant, self.dequant = horizon.QuantStub(), horizon.DeQuantStub()
-        self.conv, self.scores, self.deltas = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 8, 1)
-        self.anchors = hnn.AnchorGenerator([2], [2, 4], [1])
-        self.process = hnn.DetectionPostProcess(0.1, iou_threshold=0.5, post_nms_top_n=5)
-
-    def raw(self, x: Tensor) -> Any:
-        x = self.conv(self.quant(x))
-        return self.anchors([x]), [self.dequant(self.scores(x))], [self.dequant(self.deltas(x))]
-
-    def forward(self, x: Tensor) -> Any:
-        return self.process(*self.raw(x))
-
-
-@pytest.mark.nightly
-def test_a_detector_with_its_boxes_becomes_integers_up_to_them() -> None:
-    horizon.set_march("nash-e")
-    batch = torch.randn(2, 3, 16, 16, generator=G)
-    prepared = horizon.prepare(Detector().eval(), batch, horizon.QconfigSetter())
-    horizon.set_fake_quantize(prepared, horizon.FakeQuantState.CALIBRATION)
-    prepared(batch)
-    horizon.set_fake_quantize(prepared, horizon.FakeQuantState.VALIDATION)
-    integer = horizon.convert_fx(prepared)
-    assert {layer.name for layer in fxq.inspect.layers(integer) if layer.integer} >= {"conv", "scores", "deltas"}
-    held = next(fxq.inspect.record(integer, [batch], real=True))
-    process = Detector().process
-    maps = Detector().anchors([torch.zeros(2, 8, 8, 8)])
-    expected = process(maps, [held["scores"]], [held["deltas"]])
-    assert sum(map(len, expected[0])) > 2
-    for actual, wanted in zip(integer(batch), expected, strict=True):
-        assert all(map(torch.equal, actual, wanted))
 
 
 # ---- regions ------------------------------------------------------------------------------------------------------------
@@ -273,25 +173,6 @@ def test_points_are_put_into_cells_in_their_order(use_max: bool) -> None:
     assert torch.equal(plain[0, 1], (features[0, 1] * 8 / 6))
 
 
-def test_pixels_are_summed_in_the_cells_they_fall_into() -> None:
-    depth, features = whole(2, 3, 4, 2, 3), whole(2, 3, 5, 2, 3)
-    ranks_depth = torch.randint(0, depth.numel(), (40,), generator=G)
-    ranks_feat = torch.randint(0, 2 * 3 * 2 * 3, (40,), generator=G)
-    ranks_bev = torch.randint(0, 2 * 2 * 3 * 4, (40,), generator=G).sort()[0]
-    starts = torch.arange(40)
-    expected = torch.zeros(2 * 2 * 3 * 4, 5)
-    flat = features.permute(0, 1, 3, 4, 2).reshape(-1, 5)
-    for d, f, cell in zip(ranks_depth.tolist(), ranks_feat.tolist(), ranks_bev.tolist(), strict=True):
-        expected[cell] += depth.flatten()[d] * flat[f]
-    expected = expected.reshape(2, 2, 3, 4, 5).permute(0, 4, 1, 2, 3)
-    arguments = depth, features, ranks_depth, ranks_feat, ranks_bev, starts, torch.ones_like(starts)
-    for shape in ((2, 3, 4), (2, 2, 3, 4, 5)):
-        assert torch.equal(hnn.BevPoolV2(shape)(*arguments), expected)
-        assert torch.equal(hnn.BevPoolV2()(*arguments, bev_feat_shape=shape), expected)
-    with pytest.raises(fxq.errors.ConfigurationError, match="bev_feat_shape"):
-        hnn.BevPoolV2()(*arguments)
-
-
 def test_displaced_maps_are_compared() -> None:
     one, other = whole(2, 4, 5, 6), whole(2, 4, 5, 6)
     for pad in (0, 2):
@@ -342,10 +223,6 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: torch.stack((X[:, 0], torch.full_like(X[:, 1], 5), X[:, 2], X[:, 3]), 1),
     ),
     "Interpolate": (lambda: hnn.Interpolate(scale_factor=2, mode="nearest")(X), lambda: X.repeat_interleave(2, 2).repeat_interleave(2, 3)),
-    "BaseGridGenerator": (
-        lambda: hnn.BaseGridGenerator((2, 3), with_third_channel=True)(),
-        lambda: torch.tensor([[[x, y, 1.0] for x in range(3)] for y in range(2)]),
-    ),
     "GridSample": (lambda: hnn.GridSample()(X, torch.ones(2, 6, 8, 2)), lambda: F.pad(X[:, :, 1:, 1:], (0, 1, 0, 1))),
     "warp": (lambda: hnn.warp(padding_mode="border")(X, torch.ones(2, 6, 8, 2)), lambda: F.pad(X[:, :, 1:, 1:], (0, 1, 0, 1), "replicate")),
     "LayerNorm of the channels": (
@@ -362,8 +239,6 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "BgrToYuv444 of RGB": (lambda: hnn.BgrToYuv444(True)(X[:, :3]), lambda: fxq.nn.RgbToYuv444()(X[:, :3])),
     "windows": (lambda: hF.window_reverse(hF.window_partition(X, 2), 2, 4, 6), lambda: X),
     "a window": (lambda: hF.window_partition(X, 2)[4], lambda: X[0, 2:4, 2:4]),
-    "filter": (lambda: hF.filter(X, threshold=5.0)[1][3], lambda: X[1].permute(1, 2, 0)[X[1].amax(0) > 5]),
-    "places of filter": (lambda: hF.filter(X, threshold=5.0)[0][2], lambda: (X[0].amax(0) > 5).nonzero()),
     "Matmul": (lambda: hnn.Matmul()(X, X.transpose(2, 3)), lambda: X @ X.transpose(2, 3)),
     "argmax": (lambda: functional.argmax(X, 1), lambda: X.max(1)[1]),
     "a stable sort": (lambda: functional.sort(X.flatten() * 0, 0)[1], lambda: torch.arange(X.numel())),

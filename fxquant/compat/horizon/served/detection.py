@@ -4,7 +4,6 @@ Operators whose choices depend on data are single Python calls in a model's grap
 DeQuantStubs. Boxes are x1 y1 x2 y2.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.compat.common import refused, unserved
-
-LARGEST_LOG_RATIO = math.log(1000 / 16)  # of dw and dh: a box of 1000 pixels for an anchor of 16, as in torchvision
+from fxquant.compat.common import unserved
 
 
 def _kept(boxes: Tensor, scores: Tensor, threshold: float, labels: Tensor | None) -> Tensor:
@@ -62,122 +59,6 @@ def nms_of_scores(
     order = order[:pre_nms_top_n]
     order = order[_kept(boxes[order], scores[order], iou_threshold, category_idxs[order])][:output_num]
     return boxes[order], scores[order], category_idxs[order]
-
-
-def _decoded(deltas: Tensor, anchors: Tensor) -> Tensor:
-    """Return the boxes of deltas (…, 4), dx dy dw dh in units of their anchors (…, 4)."""
-    size = anchors[..., 2:] - anchors[..., :2]
-    centre = anchors[..., :2] + size / 2 + deltas[..., :2] * size
-    half = deltas[..., 2:].clamp(max=LARGEST_LOG_RATIO).exp() * size / 2
-    return torch.cat((centre - half, centre + half), -1)
-
-
-def _clipped(boxes: Tensor, size: Any) -> Tensor:
-    height, width = (float(length) for length in size)
-    return boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=boxes.dtype, device=boxes.device))
-
-
-def _rows(maps: Tensor, count: int, batch: int) -> Tensor:
-    """Return maps (N, anchors · count, H, W) as (N, H · W · anchors, count), pixel by pixel; (A, count) and (N, A, count) likewise."""
-    if maps.dim() == 4:
-        return maps.permute(0, 2, 3, 1).reshape(len(maps), -1, count)
-    return maps.expand(batch, -1, -1) if maps.dim() == 2 else maps
-
-
-@fxq.wrap
-def _detect(
-    boxes: list[Tensor], scores: list[Tensor], regressions: list[Tensor], image_shapes: Tensor | None, settings: dict[str, Any]
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    batch, each = len(scores[0]), settings["nms_on_each_level"]
-    detections = []
-    for item in range(batch):
-        size = settings["image_size"] if image_shapes is None else image_shapes[item]
-        levels = []
-        for anchors, score, delta in zip(boxes, scores, regressions, strict=True):
-            count = anchors.shape[1] // 4 if anchors.dim() == 4 else 0
-            classes = score.shape[1] // count if count else score.shape[-1]
-            coded = delta.shape[1] // count if count else delta.shape[-1]
-            parts = [_rows(maps, width, batch)[item] for maps, width in ((anchors, 4), (score, classes), (delta, coded))]
-            level = _of_level(parts[0], parts[1], parts[2], size, settings)
-            levels.append(_best(level, settings) if each else level)
-        boxes_, best, labels = (torch.cat(parts) for parts in zip(*levels, strict=True))
-        detections.append((boxes_, best, labels) if each else _best((boxes_, best, labels), settings))
-    return tuple(zip(*detections, strict=True))  # type: ignore[return-value]
-
-
-def _of_level(anchors: Tensor, scores: Tensor, deltas: Tensor, size: Any, settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the boxes, scores and labels of a level: one box for each anchor and class."""
-    indices = (scores.amax(1) >= settings["score_threshold"]).nonzero()[:, 0]
-    if settings["pre_decode_top_n"]:
-        indices = indices[scores[indices, 0].argsort(descending=True, stable=True)[: settings["pre_decode_top_n"]]]
-    anchors, scores, deltas = anchors[indices], scores[indices], deltas[indices]
-    classes = scores.shape[1]
-    if settings["regression_scale"] is not None:
-        scale = torch.tensor(settings["regression_scale"], dtype=deltas.dtype, device=deltas.device)
-        deltas = deltas * scale.repeat(deltas.shape[1] // 4)
-    own = deltas.reshape(len(deltas), -1, 4).expand(-1, classes, -1)
-    decoded = _decoded(own, anchors[:, None].expand(-1, classes, -1))
-    decoded = decoded if size is None else _clipped(decoded, size)
-    labels = torch.arange(classes, dtype=torch.int64, device=scores.device).expand(len(scores), -1)
-    stays = torch.ones_like(labels, dtype=torch.bool)
-    if settings["background_class_idx"] is not None:
-        stays &= labels != settings["background_class_idx"]
-    if settings["size_threshold"] is not None:
-        stays &= ((decoded[..., 2:] - decoded[..., :2]) >= settings["size_threshold"]).all(-1)
-    boxes, best, kinds = decoded[stays], scores[stays], labels[stays]
-    if settings["post_decode_top_n"]:
-        order = best.argsort(descending=True, stable=True)[: settings["post_decode_top_n"]]
-        boxes, best, kinds = boxes[order], best[order], kinds[order]
-    return boxes, best, kinds
-
-
-def _best(detections: tuple[Tensor, Tensor, Tensor], settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    if settings["iou_threshold"] is None:
-        return detections
-    limits = [settings[name] for name in ("iou_threshold", "score_threshold", "pre_nms_top_n", "post_nms_top_n")]
-    return nms_of_scores(*detections, *limits)  # type: ignore[no-any-return]
-
-
-def _settings(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor that a graph can hold: numbers, strings, None and lists of numbers."""
-    plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    kinds = (bool, int, float, str, list, tuple, type(None))
-    return {name: list(v) if isinstance(v, list | tuple) else v for name, v in plain.items() if isinstance(v, kinds)}
-
-
-class DetectionPostProcess(nn.Module):
-    """Post-processing of a detector's outputs to (boxes, scores, labels), each a tuple of one tensor (M, 4) or (M,) per item; int64 labels.
-
-    forward(boxes, scores, regressions, image_shapes=None), lists with an entry for each level: anchors (N, anchors · 4, H, W), scores
-    (N, anchors · classes, H, W), deltas (N, anchors · 4, H, W) or (N, anchors · classes · 4, H, W); or anchors (A, 4), scores
-    (N, A, classes) and deltas (N, A, 4). image_shapes (N, 2), height and width, overrides image_size. In this order:
-
-    score_threshold       anchors are dropped whose largest score is below it
-    pre_decode_top_n      of each level, the best by their first score
-    regression_scale      four factors of the deltas; each class of an anchor is a separate box
-    image_size            (height, width): boxes are clipped to it
-    background_class_idx  boxes of this class are dropped; size_threshold: so are those that are less wide or high
-    post_decode_top_n     of each level, the best
-    iou_threshold         of boxes of one class that overlap more, the best stays; None: all stay, and later arguments have no effect
-    pre_nms_top_n, post_nms_top_n, nms_on_each_level   the best before and after that, of all levels or of each
-
-    Raises ConfigurationError for another mode than "normal".
-    """
-
-    def __init__(
-        self, score_threshold: float = 0, regression_scale: Any = None, background_class_idx: int | None = None,
-        size_threshold: float | None = None, image_size: Any = None, pre_decode_top_n: int | None = None,
-        post_decode_top_n: int | None = None, iou_threshold: float | None = None, pre_nms_top_n: int | None = None,
-        post_nms_top_n: int | None = None, nms_on_each_level: bool = False, mode: str = "normal",
-    ) -> None:  # fmt: skip
-        super().__init__()
-        if mode != "normal":
-            raise refused("DetectionPostProcess(mode)", mode=mode)
-        self.settings = _settings(locals())
-
-    def forward(self, boxes: Any, scores: Any, regressions: Any, image_shapes: Tensor | None = None) -> Any:
-        lists = [list(each) if isinstance(each, list | tuple) else [each] for each in (boxes, scores, regressions)]
-        return _detect(*lists, image_shapes, self.settings)
 
 
 # ---- features of boxes, over `fxquant.nn.RoIAlign` ---------------------------------------------------------------------
@@ -332,34 +213,3 @@ def point_pillars_preprocess(
         features.append(voxels * (place < numbers[:, None]).unsqueeze(-1))
         coordinates.append(torch.cat((torch.full_like(cells[:, :1], item), cells), 1))
     return torch.cat(features).permute(2, 0, 1).unsqueeze(0).contiguous(), torch.cat(coordinates)
-
-
-class BevPoolV2(nn.Module):
-    """Σ depth · features over the points of each cell of a bird's-eye-view map, as (N, C, Z, H, W).
-
-    forward(depth (N, cameras, D, h, w), feat (N, cameras, C, h, w), ranks_depth, ranks_feat, ranks_bev, interval_starts,
-    interval_lengths, bev_feat_shape=None): for each point its element of depth, pixel of feat and cell, counted over the batch.
-    The intervals are the runs of equal numbers in ranks_bev, and are not read.
-
-    bev_feat_shape   (H, W), (Z, H, W) or (N, Z, H, W, C), given here or to the call
-
-    Raises ConfigurationError for another shape, and without one.
-    """
-
-    def __init__(self, bev_feat_shape: Any = None) -> None:
-        super().__init__()
-        self.bev_feat_shape = bev_feat_shape
-
-    def forward(
-        self, depth: Tensor, feat: Tensor, ranks_depth: Tensor, ranks_feat: Tensor, ranks_bev: Tensor,
-        interval_starts: Tensor | None = None, interval_lengths: Tensor | None = None, bev_feat_shape: Any = None,
-    ) -> Tensor:  # fmt: skip
-        shape = self.bev_feat_shape if bev_feat_shape is None else bev_feat_shape
-        if shape is None or len(shape) not in (2, 3, 5):
-            raise refused("BevPoolV2(bev_feat_shape)")
-        space = [1, *shape] if len(shape) == 2 else list(shape[1:4]) if len(shape) == 5 else list(shape)
-        batch, channels = feat.shape[0], feat.shape[2]
-        points = feat.permute(0, 1, 3, 4, 2).reshape(-1, channels).index_select(0, ranks_feat.long())
-        weighted = points * depth.reshape(-1).index_select(0, ranks_depth.long()).unsqueeze(1)
-        cells = torch.zeros(batch * space[0] * space[1] * space[2], channels, dtype=weighted.dtype, device=weighted.device)
-        return cells.index_add(0, ranks_bev.long(), weighted).reshape(batch, *space, channels).permute(0, 4, 1, 2, 3)

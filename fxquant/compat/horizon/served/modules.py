@@ -94,21 +94,6 @@ def point_pillars_scatter(voxel_features: Tensor, coords: Tensor, output_shape: 
     return fxq.nn.PointPillarsScatter((height, width), batch)(voxel_features.flatten(1), coords)  # type: ignore[no-any-return]
 
 
-def filter(*inputs: Tensor, threshold: float, idx_range: tuple[int, int] | None = None) -> list[list[Tensor]]:
-    """Select the pixels of maps (N, C, H, W) whose largest channel in the first map exceeds a threshold, for each item of the batch.
-
-    Each result is [largest values (M,), their channels (M,), row and column (M, 2), and of every map (M, C)]; in float, on the host.
-    """
-    best, index = (inputs[0] if idx_range is None else inputs[0][:, idx_range[0] : idx_range[1]]).max(1)
-    results = []
-    for item in range(len(best)):
-        places = (best[item] > threshold).nonzero()
-        rows, columns = places[:, 0], places[:, 1]
-        picked = [each[item].permute(1, 2, 0)[rows, columns] for each in inputs]
-        results.append([best[item][rows, columns], index[item][rows, columns] + (idx_range[0] if idx_range else 0), places, *picked])
-    return results
-
-
 def window_partition(x: Tensor, window_size: int) -> Tensor:
     """Split a map (N, H, W, C) into windows (N · windows, size, size, C), row by row."""
     height, width, channels = x.shape[1:]
@@ -162,23 +147,6 @@ class GridSample(fxq.nn.Warp):
         if align_corners is False:
             raise unserved("GridSample", "align_corners", "positions are pixels, which have no corners to align", "leave it out")
         super().__init__(mode, padding_mode)
-
-
-class BaseGridGenerator(nn.Module):
-    """The coordinates of every pixel: (H, W, 2), x first, or (H, W, 3) with ones appended."""
-
-    grid: Tensor
-
-    def __init__(self, size: Any, with_third_channel: bool = False) -> None:
-        super().__init__()
-        height, width = (size, size) if isinstance(size, int) else size
-        y, x = torch.meshgrid(
-            torch.arange(height, dtype=torch.float32, device=None), torch.arange(width, dtype=torch.float32, device=None), indexing="ij"
-        )
-        self.register_buffer("grid", torch.stack([x, y, *([torch.ones_like(x)] if with_third_channel else [])], -1), persistent=False)
-
-    def forward(self) -> Tensor:
-        return self.grid
 
 
 class Correlation(nn.Module):
