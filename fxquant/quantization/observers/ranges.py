@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.numerics.grids import FLOAT32_EPSILON, INT8, SMALLEST_SCALE, IntType, float32, scale_from_range, scale_from_threshold
+from fxquant.numerics.grids import FLOAT32_EPSILON, INT8, SMALLEST_SCALE, IntType, float32, scale_from_range
 from fxquant.support import Offers
 from fxquant.support.arguments import checked
 
@@ -338,7 +338,7 @@ class ClipObserver(MinMaxObserver, names=""):
 
 
 class FixedScaleObserver(Observer):
-    """A constant scale in the form of an observer, converted to `ActivationConfig(scale=…)` or `ActivationConfig(threshold=…)`."""
+    """A constant scale in the form of an observer: configs take it as `scale=` or `threshold=` of ActivationConfig; it observes nothing."""
 
     @checked()
     def __init__(self, scale: float | None = None, threshold: float | None = None) -> None:
@@ -349,17 +349,6 @@ class FixedScaleObserver(Observer):
             remedy = "pass one of them"
             raise ConfigurationError(what, because=because, remedy=remedy)
         self.given_scale, self.given_threshold = scale, threshold
-
-    def observe(self, value: Tensor) -> None:
-        finite_range(value)
-        self.count += 1
-
-    def scale(self, dtype: IntType) -> Tensor:
-        scale = self.given_scale if self.given_threshold is None else scale_from_threshold(self.given_threshold, dtype)
-        return torch.tensor(scale, dtype=torch.float32, device=self.count.device)
-
-    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        self.count.copy_(torch.stack([state["count"] for state in states]).sum())
 
 
 def settings(observer: Observer) -> tuple[Any, ...]:
