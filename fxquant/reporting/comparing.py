@@ -321,7 +321,7 @@ def compare(
     alike at each time step are one row.
 
     The verdict comes first: the outputs are good from 30 dB on, visible from 15 dB on, and poor below. Where they are not good and no
-    single layer stands out, it says what the noise is made of, by further runs of the first batch (22 at most), and what `tune` tries.
+    single layer stands out, it says what the noise is made of, by further runs of the first batch (20 at most), and what `tune` tries.
 
     Raises ConfigurationError for an argument that is not a form of a model, CalibrationError without batches or if one does not fit, and
     the errors of `trace`. A KeyboardInterrupt is raised as `Interrupted`, whose `result` is the comparison on the batches before, without
@@ -348,8 +348,7 @@ def compare(
             result = replace(result, advice=tuple(of_parts(result.advice, parts.advice)))
         verdict = result.verdict
         if effects is not None and verdict is not None and verdict.grade != "good" and not result.advice:
-            tuned = b if isinstance(b, fx.GraphModule) and stage_of(b) == "PREPARED" else prepared
-            causes, tries = causes_of(pairing.of_left(pairing.judged()), effects, tuned, first, show_progress)
+            causes, tries = causes_of(pairing.of_left(pairing.judged()), effects, show_progress)
             result = replace(result, verdict=replace(verdict, causes=causes, tries=tries))
         return result
     except KeyboardInterrupt:

@@ -8,22 +8,15 @@ Errors of different layers are hardly correlated, so their shares of the outputs
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_high
-from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from fxquant.accuracy import STEPS
-from fxquant.analysis.recording import GraphForm, Wanted
-from fxquant.numerics.rounding import AdaptiveRounding, Nearest
-from fxquant.prepared.operators import quantized_operators
-from fxquant.prepared.undo import Snapshot
-from fxquant.quantization.spec import State
-from fxquant.reporting.advice import MIN_GAIN_DB
 from fxquant.reporting.effects import Effects
-from fxquant.reporting.statistics import LayerComparison, ratio, sqnr_of
+from fxquant.reporting.statistics import LayerComparison, ratio
 from fxquant.reporting.tensor_rules import Judged
 from fxquant.support.progress import progress
 
@@ -82,14 +75,8 @@ def verdict_on(outputs: Sequence[LayerComparison]) -> Verdict | None:
 _Share = tuple[str, tuple[str, ...]]  # a part of the noise in words, and what of `fxq.tune` is to be tried for it
 
 
-def causes_of(
-    tensors: Sequence[Judged], effects: Effects, prepared: fx.GraphModule | None, batch: Any, show_progress: bool | None
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the causes of noise that no single layer explains, in words, and which parts of `fxq.tune` to try first.
-
-    `prepared` is the prepared model. Its corrections are switched off one after the other on `batch`, the first one; without a prepared
-    model they are not examined.
-    """
+def causes_of(tensors: Sequence[Judged], effects: Effects, show_progress: bool | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the causes of noise that no single layer explains, in words, and which parts of `fxq.tune` to try first."""
     errors = effects.local_errors()
     total = effects.of_errors(errors)
     if total <= 0:
@@ -97,8 +84,6 @@ def causes_of(
     causes = [_kinds(tensors, effects, total)]
     causes += _range(tensors, errors, effects, show_progress)
     causes += _offsets(errors, effects, total)
-    if prepared is not None:
-        causes += _corrections(prepared, batch, effects)
     return tuple(text for text, _ in causes), tuple(dict.fromkeys(name for _, tries in causes for name in tries))
 
 
@@ -169,35 +154,3 @@ def _offsets(errors: Mapping[str, Tensor], effects: Effects, total: float) -> It
     if share >= OFFSET:
         makes = f"a constant for each channel makes about {100 * min(share, 1.0):.0f} % of it"
         yield f"{makes}, which biases could take back", ("corrections",)
-
-
-def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iterator[_Share]:
-    """Yield the cost at the outputs of each correction that calibration made, if they are better without it."""
-    operators = [operator.weight_quantizer for operator in quantized_operators(prepared).values()]
-    kinds: dict[str, tuple[str, Callable[[Any], bool]]] = {
-        "bias correction": ("fxq.Options(correct_bias=False)", lambda weight: weight.correction is not None),
-        "rounding of weights": ("fxq.Options(round_weights=False)", lambda weight: isinstance(weight.rounding, AdaptiveRounding)),
-    }
-    form = GraphForm(prepared, State.VALIDATE)
-    inputs = form.inputs(batch, 0)
-
-    def measured() -> float:
-        return effects.distance(list(form.run(inputs, Wanted.of("outputs", real=True)).values()))
-
-    with_all = measured()
-    for name, (setting, has) in kinds.items():
-        weights = [weight for weight in operators if has(weight)]
-        if not weights:
-            continue
-        with Snapshot(weights, always=True):
-            for weight in weights:
-                rounding, coverage, correction = weight.parts
-                weight.put((rounding, coverage, None) if name == "bias correction" else (Nearest(), None, correction))
-            without = measured()
-        gained = sqnr_of(with_all, without) if without > 0 else math.inf
-        if gained >= MIN_GAIN_DB:
-            yield (
-                f"{name} costs {gained:.1f} dB: without it the outputs are at {sqnr_of(1.0, without):.1f} dB; on a model that fxq.prepare "
-                f"has just returned, fxq.calibrate(prepared, batches, options=fxq.Options({setting})) leaves it out",
-                (name,),
-            )

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant import ActivationConfig, QConfig, QConfigMapping, WeightConfig
 from fxquant.prepared.operators import quantized_operators
-from fxquant.quantization.weights import BiasCorrection
 from fxquant.reporting.verdict import GOOD, VISIBLE
 from tests.analysis.test_comparison import Digits, batches, broken, compiled, network, quantized, residuals
 from tests.analysis.test_comparison import batches as digits
@@ -278,28 +277,6 @@ def test_noise_that_no_layer_explains_is_traced_to_activations_and_to_what_tune_
     assert "none stands out" in str(comparison)
     silent = quantized(network(), target="bayes-e", qconfig=POOR).compare(batches(), advice=False).verdict
     assert (silent.grade, silent.causes) == (comparison.verdict.grade, ())
-
-
-def test_a_correction_that_costs_is_named_with_what_is_without_it() -> None:
-    result = quantized(network(), target="bayes-e")
-    for operator in quantized_operators(result.prepared).values():
-        operator.weight_quantizer.correct(None)
-    before = fxq.compare(result.float, result.prepared, batches()).outputs[0].sqnr
-    operators = [each for each in quantized_operators(result.prepared).values() if each.operator.name == "conv2d"]
-    assert len(operators) == 3
-    for operator, count, size in zip(operators, (12, 12, 24), (0.057, 0.06, 0.065), strict=True):  # too small for one layer to stand out
-        added = BiasCorrection(count)
-        added.value.copy_(size * (-1.0) ** torch.arange(count))
-        operator.weight_quantizer.correct(added)
-    comparison = fxq.compare(result.float, result.prepared, batches())
-    assert comparison.verdict is not None
-    if comparison.advice:
-        pytest.fail(str(comparison))
-    (line,) = [line for line in comparison.verdict.causes if line.startswith("bias correction costs")]
-    without = re.search(r"without it the outputs are at ([\d.]+) dB", line)
-    assert float(without[1]) == pytest.approx(before, abs=1.0)
-    assert "bias correction" in comparison.verdict.tries
-    assert all(operator.weight_quantizer.correction is not None for operator in operators)  # it was put back
 
 
 @pytest.fixture(scope="module")
