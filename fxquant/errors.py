@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 __all__ = [
     "AccumulatorOverflow", "CalibrationError", "CompilationError", "ConfigurationError", "ExportError", "Interrupted", "NotCalibrated",
-    "NotFinite", "ScaleConflict", "StageViolation", "TraceError", "UnknownTarget", "UnsupportedOperator",
+    "NotFinite", "ScaleConflict", "StageViolation", "TraceError", "UnknownTarget",
 ]  # fmt: skip
 
 
@@ -53,10 +53,6 @@ def _text(value: object) -> str | None:
 
 class TraceError(FxQuantError):
     """The model's Python could not be turned into a graph."""
-
-
-class UnsupportedOperator(FxQuantError):
-    """An operator is not supported at its position."""
 
 
 class ScaleConflict(FxQuantError):

@@ -1,7 +1,7 @@
 """Writing files: every file of the library is written here.
 
 A file is written into a temporary folder in its folder, flushed to the disk and then renamed to its place. An error, a full disk or a
-kill leaves the previous file unchanged. A folder that remains after a kill, named `.fxquant-writing-…`, is removed by the next write.
+kill leaves the previous file unchanged. A folder that remains after a kill, named `.fxquant-writing-…`, is removed by a write a day later.
 
 Several files are all complete before the first is renamed. Only a kill between two renames leaves new files with old ones, each complete.
 A symbolic link is replaced by the file; the permissions of a file that is replaced are kept.
@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,15 +25,11 @@ from torch import Tensor
 
 from fxquant.errors import ExportError
 
-try:
-    import fcntl
-except ImportError:  # on Windows
-    fcntl = None  # type: ignore[assignment]
-
 # A text, which is written as UTF-8; bytes; or the parts of a file, bytes-like each, for one that is too large to copy in memory.
 Content = str | bytes | Iterable[bytes | memoryview]
 
 TEMPORARY = ".fxquant-writing-"  # what the names of temporary folders begin with
+ABANDONED = 86400  # seconds after which a temporary folder is no longer one that is being written
 PART = 2**24  # bytes of a file that are copied at a time
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -70,34 +67,13 @@ def write_files(folder: str | os.PathLike[str], contents: Mapping[str, Content],
 
 @contextmanager
 def _temporary(place: Path) -> Iterator[Path]:
-    """Make a temporary folder inside `place` for the context; remove temporary folders that killed processes left in `place`."""
+    """Make a temporary folder inside `place` for the context; remove temporary folders there that are older than `ABANDONED`."""
     for left in place.glob(f"{TEMPORARY}*"):
-        with suppress(OSError), _locked(left):
-            shutil.rmtree(left, ignore_errors=True)
-    with ExitStack() as stack:
-        folder = Path()
-        while not folder.name or not folder.is_dir():
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place, prefix=TEMPORARY, ignore_cleanup_errors=True)))
-            try:
-                stack.enter_context(_locked(folder))
-            except (BlockingIOError, FileNotFoundError):  # another writer took it for one that was left
-                folder = Path()
-            except OSError:  # a file system without locks: nothing is removed there
-                break
-        yield folder
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Inside, a folder has a lock, which a killed process loses. Raises OSError if another writer has it, or there are no locks."""
-    if fcntl is None:
-        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(opened)
+        with suppress(OSError):  # another writer may remove it, too
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=place, prefix=TEMPORARY, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def place_files(source: Path, folder: Path, last: str) -> None:
