@@ -70,7 +70,7 @@ class ProbeResult(NamedTuple):
     elements       the number of its outputs' elements, over all programs that hold it and all inputs
     differing      the number of elements whose integer differs from the expected one
     largest_steps  the largest difference, in steps of the output
-    fits           the variants of the arithmetic that give every one of its elements, those with a single change first
+    fits           the variants of the arithmetic that give every one of its elements
     note           why it was not run or compared
     """
 
@@ -158,9 +158,9 @@ def check_conformance(folder: str | os.PathLike[str], results: str | os.PathLike
 
     `folder` is the kit that `conformance_kit` wrote, `results` the folder that its run.py filled on the board. If elements of an
     operator differ, the integer model is computed again by known variants of the target's arithmetic: other roundings, other widths, the
-    arithmetic of other marches; two of them together if no single one fits. A variant fits an operator if it gives all of its
-    elements, in all programs that hold it. So does the vendor's simulator, if `simulate_conformance` has filled the kit's folder
-    "simulated": an operator that also differs there is a known difference of the compiler's arithmetic, and not of the board.
+    arithmetic of other marches. A variant fits an operator if it gives all of its elements, in all programs that hold it. So does the
+    vendor's simulator, if `simulate_conformance` has filled the kit's folder "simulated": an operator that also differs there is a known
+    difference of the compiler's arithmetic, and not of the board.
 
     A program without results leaves its operators "not run".
 
@@ -216,26 +216,17 @@ def _fitted(actual: Array, expected: Array, path: Path, case: Case) -> Array:
 
 
 def _find_fits(kit: Kit, ran: Sequence[Ran], show: bool | None) -> None:
-    """Find the variants that fit the outputs of differing operators: single changes, then pairs of changes for the remaining ones."""
+    """Find the variants that fit the outputs of differing operators."""
     differing = {_operator(each) for each in ran if each.differing}
     if not differing:
         return
-    target = backends.get(kit.target)
-    variants = variants_of(target)
     for each in ran:
         path = kit.folder / manifest.SIMULATED / f"{each.program.name}.npz"
         simulated = _of_kit(kit, path) if path.is_file() else {}
         name = each.program.outputs[each.index]
         if name in simulated and np.array_equal(integers(simulated[name], each.steps), each.found):
             each.fits.add(SIMULATOR)
-    _try(kit, ran, differing, variants, show)
-    fitting = Counter(name for operator in differing for name in fits_of(operator, ran) if name != SIMULATOR)
-    unexplained = {operator for operator in differing if not fits_of(operator, ran)}
-    if unexplained and fitting:
-        most = next(variant for variant in variants if variant.name == fitting.most_common(1)[0][0])
-        changed = [most.and_also(other) for other in variants if other is not most]
-        both = [each for each in changed if each.of(target).arithmetic not in (target.arithmetic, most.of(target).arithmetic)]
-        _try(kit, ran, unexplained, both, show)
+    _try(kit, ran, differing, variants_of(backends.get(kit.target)), show)
 
 
 def _operator(ran: Ran) -> tuple[str, str]:
@@ -291,10 +282,10 @@ def _row(
     runs = [ran[program.name, index] for program, index in on_bpu if (program.name, index) in ran]
     missing = [f"{program.name}: {notes[program.name]}" for program, index in on_bpu if (program.name, index) not in ran]
     differing = sum(each.differing for each in runs)
-    single_first = sorted(fits_of((operator, dtype), runs), key=lambda name: (name != SIMULATOR, " + " in name)) if differing else []
+    fits = sorted(fits_of((operator, dtype), runs), key=lambda name: name != SIMULATOR) if differing else []
     result = DIFFERS if differing else NOT_RUN if missing else EQUAL
     elements, largest = sum(each.expected.size for each in runs), max((each.largest for each in runs), default=0)
-    return ProbeResult(operator, dtype, result, elements, differing, largest, tuple(single_first), "; ".join([*missing, *refused]))
+    return ProbeResult(operator, dtype, result, elements, differing, largest, tuple(fits), "; ".join([*missing, *refused]))
 
 
 MOVES = frozenset(function for function in PRIMITIVES if function.__module__ == shape.__name__)

@@ -72,10 +72,6 @@ class Variant:
         """Return the target with the changed arithmetic."""
         return replace(target, arithmetic=self.change(target.arithmetic))
 
-    def and_also(self, other: Variant) -> Variant:
-        """Return both changes, applied in order."""
-        return Variant(f"{self.name} + {other.name}", lambda arithmetic: other.change(self.change(arithmetic)))
-
 
 def variants_of(target: Target) -> list[Variant]:
     """Return the variants of a target's arithmetic that differ from it, and from each other."""

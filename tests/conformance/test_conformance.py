@@ -183,19 +183,6 @@ def test_each_planted_variant_is_named(kit: Kit, tmp_path: Path) -> None:
     assert "no known variant" not in conformance.summary
 
 
-@pytest.mark.usefixtures("few_variants")
-def test_two_changes_together_are_named(kit: Kit, tmp_path: Path) -> None:
-    target = backends.get(kit.target)
-    named = {variant.name: variant for variant in variants_of(target)}
-    layers = named[LAYERS]
-    everywhere = dict.fromkeys(("conv 3x3", "conv 1x1", "avg pool 2x2"), layers.of(target))
-    both = layers.and_also(named[PLANTED["mul"]])
-    conformance = rows(fxq.board.check_conformance(kit.folder, planted(kit, tmp_path / "results", {**everywhere, "mul": both.of(target)})))
-    assert layers.name in conformance["conv 3x3"].fits
-    assert both.name in conformance["mul"].fits
-    assert not [name for name in conformance["mul"].fits if " + " not in name]
-
-
 def test_what_no_variant_gives_is_counted_and_unexplained(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxquant.conformance.results.variants_of", lambda target: variants_of(target)[:4])
 
