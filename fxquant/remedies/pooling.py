@@ -10,6 +10,7 @@ from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.layers.convolution import conv2d
 from fxquant.ops.movement.pad import pad
+from fxquant.ops.movement.repeating import cat
 from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.ops.pooling.pool import avg_pool2d, window_divisor
 from fxquant.ops.pooling.totals import adaptive_avg_pool2d, mean
@@ -53,23 +54,18 @@ def _results(b: Rewriting) -> tuple[Size, ...]:
     return (1, 1) if b.operator.function is mean else b.result[2:]
 
 
-@remedy("in two steps", f"{AVERAGES} mean", "kernel", "area of a global average", "side of an averaged image")
+@remedy("in two steps", f"{AVERAGES} mean", "kernel", "side of an averaged image")
 def average_in_steps(b: Rewriting) -> fx.Node | None:
     """Average adjacent equal windows, and then their means."""
     whole = _whole_window(b)
     if whole is None:
         return None
     kernel, stride, padding = whole
-    results, large = _results(b), b.limit.measure == "area of a global average"
-    if large:  # then only the area is limited, and the first step is an average pooling
-        kernels = [limit.high for limit in b.target.limits if "avg_pool2d" in limit.operators and limit.measure == "kernel"]
-        most = int(min((high for high in kernels if high is not None), default=256))
-    else:
-        most = b.most
+    results, most = _results(b), b.most
     # A window starts where one of the first step does: at multiples of its size, or at the beginning if there is one window only.
     steps = [0 if out == 1 else s for out, s in zip(results, stride, strict=True)]
     divisors = [[d for d in range(1, most + 1) if math.gcd(k, s) % d == 0] for k, s in zip(kernel, steps, strict=True)]
-    first = [max(some, default=1) if large or k > most else 1 for k, some in zip(kernel, divisors, strict=True)]
+    first = [max(some, default=1) if k > most else 1 for k, some in zip(kernel, divisors, strict=True)]
     if math.prod(first) == 1 and (not b.adapts or b.operator.function is mean):
         return None
     if math.prod(first) == 1:
@@ -148,4 +144,6 @@ def largest_in_steps(b: Rewriting) -> fx.Node | None:
         return None
     size = b.shape[dims[0]]
     parts = [b(amax, b.cut(b.input, dims[0], start, stop), dims, True) for start, stop in even(size, b.pieces)]
-    return b(amax, b.joined(parts, dims[0]), dims, b.arguments["keepdim"])
+    joined = b(cat, parts, dims[0])
+    b.tie(*parts, joined)
+    return b(amax, joined, dims, b.arguments["keepdim"])

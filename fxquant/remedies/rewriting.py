@@ -1,7 +1,7 @@
 """The builder that a remedy receives, and the table of all remedies."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from fxquant.ops.core.record import demand, shares
 from fxquant.ops.core.weighted import FUSED, folded_bias, folded_weight
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear
-from fxquant.ops.movement.repeating import cat
 from fxquant.target import Target
 
 Remedy = Callable[["Rewriting"], fx.Node | None]
@@ -113,12 +112,6 @@ class Rewriting(Builder):
         arguments = {**self.arguments, **changes}
         own = [arguments.pop(name) for name in self.operator.parameter_names]
         return self(self.operator.function, *own, **arguments)
-
-    def joined(self, parts: Sequence[fx.Node], dim: int) -> fx.Node:
-        """Concatenate `parts`, and tie them and the result to one grid, so that the concatenation only moves integers."""
-        whole = self(cat, parts, dim)
-        self.tie(*parts, whole)
-        return whole
 
     def parameter(self, function: Callable[..., Tensor], *args: Any) -> fx.Node:
         """Append a value computed from parameters alone in every run: the parameters keep their names, and are trained."""

@@ -19,9 +19,9 @@ from tests.shared.networks import members
 # What is broken where no remedy keeps the meaning in this case: that row's operator runs on the host.
 HOSTED = {
     ("bernoulli2", "add", "rank"), ("bernoulli2", "amax", "reduced size"), ("bernoulli2", "sum", "reduced dimension"),
-    ("bayes", "conv2d", "output channels"), ("bayes", "avg_pool2d", "padding"), ("bayes", "avg_pool2d", "kernel"),
-    ("bayes", "adaptive_avg_pool2d", "kernel"), ("bayes", "max_pool2d", "kernel"), ("bernoulli2", "", "bounds"),
-    ("bayes", "conv3d", "number of constant operands"), ("bernoulli2", "avg_pool2d", "count_include_pad"),
+    ("bayes", "conv2d", "output channels"), ("bayes", "linear", "features"), ("bayes", "avg_pool2d", "padding"),
+    ("bayes", "avg_pool2d", "kernel"), ("bayes", "adaptive_avg_pool2d", "kernel"), ("bayes", "max_pool2d", "kernel"),
+    ("bernoulli2", "", "bounds"), ("bayes", "conv3d", "number of constant operands"), ("bernoulli2", "avg_pool2d", "count_include_pad"),
 }  # fmt: skip
 MENDED = [row for row in ROWS if (row.operator or "*", row.measure) in REMEDIES and (row.family, row.operator, row.measure) not in HOSTED]
 
@@ -55,6 +55,16 @@ def test_what_breaks_a_limit_computes_the_same_once_it_is_adapted() -> None:
                     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4, msg=f"{row.operator}: {row.measure}")
 
 
+def test_a_linear_layer_of_many_input_features_is_split_and_of_many_output_features_runs_on_the_host() -> None:
+    model, x = nn.Linear(8193, 1), torch.randn(4, 8193)
+    prepared = fxq.prepare(model, x, "bayes-e", options=fxq.Options(adapt=True))
+    assert "linear split by features, since its features is 8193" in fxq.explain(prepared)
+    fxq.set_state(prepared, fxq.State.FLOAT)
+    torch.testing.assert_close(prepared(x), model(x), rtol=1e-4, atol=1e-4)
+    (finding,) = fxq.check(nn.Linear(1, 8193), torch.randn(4, 1), "bayes-e", options=fxq.Options(adapt=True))
+    assert finding.kind == "host"
+
+
 @pytest.mark.parametrize("place", range(4))
 def test_what_no_remedy_mends_runs_on_the_host(place: int) -> None:
     rest = [row for row in ROWS if row not in MENDED and row.measure not in ("batch", "bytes")]
@@ -86,7 +96,7 @@ class Camera(nn.Module):
 
 @members(lambda: dict(conv=nn.Conv2d(2, 4, 3, padding=2, dilation=2), up=nn.ConvTranspose2d(4, 3, 2, stride=2), head=nn.Linear(8, 3)))
 def Wide(self, x: Tensor) -> Tensor:
-    """For bayes-e: int16 where it has 8 bits, a dilated int16 result, a mean that counts what is there, reflection, many features."""
+    """For bayes-e: int16 where it has 8 bits, a dilated int16 result, a mean that counts what is there, reflection."""
     x = F.pad(F.interpolate(self.conv(x), scale_factor=2), (1, 1, 1, 1), "reflect")
     x = F.avg_pool2d(self.up(x), 3, 2, 1, count_include_pad=False)
     return self.head(torch.amax(x[..., :8].repeat(1, 25, 1, 1), 1))
@@ -133,11 +143,7 @@ def test_an_adapted_model_is_held_to_the_contract(target: str, tmp_path: Path) -
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("target", "model", "shape"),
-    [
-        ("bayes-e", nn.Linear(2, 8193), (3, 2)),
-        ("bernoulli2", nn.Conv2d(2, 3, 3, dilation=3), (2, 2, 9, 9)),
-        ("bayes-e", nn.ReflectionPad2d(2), (2, 2, 5, 5)),
-    ],
+    [("bernoulli2", nn.Conv2d(2, 3, 3, dilation=3), (2, 2, 9, 9)), ("bayes-e", nn.ReflectionPad2d(2), (2, 2, 5, 5))],
     ids=lambda value: getattr(type(value), "__name__", "") if isinstance(value, nn.Module) else "",
 )
 def test_what_is_only_moved_or_summed_alike_has_the_bits_of_the_whole(target: str, model: nn.Module, shape: tuple[int, ...]) -> None:
