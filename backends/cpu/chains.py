@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -116,8 +116,8 @@ def _structures(steps: Sequence[Step], columns: Sequence[int]) -> tuple[Any, lis
             tables[id(step.table)] = _pairs(table) if step.op == SUM else table.to(narrow).contiguous()
     places = {key: address(table) for key, table in tables.items()}
     is_narrow = {key for key, table in tables.items() if table.dtype == torch.int16}
-    highs = {READ: lambda _: 0, Op.LOOK_UP: lambda step: int(id(step.table) in is_narrow)}
-    steps = [step._replace(high=highs[step.op](step)) if step.op in highs else step for step in steps]
+    highs = [0 if step.op == READ else int(id(step.table) in is_narrow) if step.op == Op.LOOK_UP else step.high for step in steps]
+    steps = [step._replace(high=high) for step, high in zip(steps, highs, strict=True)]
     rows = (_Step(*step[:6], size, places.get(id(step.table), 0)) for step, size in zip(steps, columns, strict=True))
     return (_Step * len(steps))(*rows), list(tables.values())
 
@@ -336,6 +336,15 @@ def _stride_of(whole: Tensor, dim: int, backwards: bool) -> int:
     return -whole.stride(dim) if backwards else whole.stride(dim)
 
 
+class _Kept(NamedTuple):
+    """A tensor that a state is written to: its place, the parts for the first step and the next, and the stride of later ones, if any."""
+
+    place: int
+    first: View = _whole
+    others: View = _whole
+    stride: View | None = None
+
+
 @dataclass
 class _Rows:
     """A program while it is being written."""
@@ -348,7 +357,7 @@ class _Rows:
     moves: list[tuple[int, View, View | None]] = field(default_factory=list)
     once: int | None = None  # the first register of the steps that are repeated; None where none are
     steps_of: tuple[int, int] = (0, 0)  # the place of the sequence that they run along, and its dimension
-    scratch: list[tuple[int, torch.dtype]] = field(default_factory=list)  # columns and dtype of what is carried and is no result
+    scratch: list[tuple[int, torch.dtype]] = field(default_factory=list)  # columns and dtype of states that are not results
     copies: dict[tuple[int, int], int] = field(default_factory=dict)  # the registers of one column that are also registers of a width
     shapes: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # of the nodes whose steps read constants, by the registers of these
     varying: list[Tensor] = field(default_factory=list)  # constants that differ between rows, which are read like tensors
@@ -373,36 +382,38 @@ class _Rows:
         """Write the steps of a loop's body, which is repeated: states are read from memory, and written there for the next step."""
         match = self.site.match
         results, begun = (match.root, *match.results), len(match.reads) + 1 + len(match.results)
-        writes: dict[int, list[tuple[int, View, View, View | None]]] = {}  # by position: where the first step's, and the others', go
+        kept: dict[Any, list[_Kept]] = {}  # by position of a state, first the memory that the next step reads
         for place, mark in enumerate(results, len(match.reads)):
+            arguments: Any = mark.args
             if mark.target is loop.last:
-                writes.setdefault(mark.args[2], []).insert(0, (place, _whole, _whole, None))  # type: ignore[arg-type]
+                kept.setdefault(arguments[2], []).insert(0, _Kept(place))
             elif mark.target is loop.stack:
-                _, _, index, dim, _, backwards = cast(tuple[Any, ...], mark.args)
-                writes.setdefault(index, []).append((place, *(partial(_step_of, dim=dim, backwards=backwards, step=at) for at in (0, 1)),
-                                                    partial(_stride_of, dim=dim, backwards=backwards)))  # fmt: skip
+                along = {"dim": arguments[3], "backwards": arguments[5]}
+                first, others = (partial(_step_of, **along, step=step) for step in (0, 1))
+                kept.setdefault(arguments[2], []).append(_Kept(place, first, others, partial(_stride_of, **along)))
         for state in (node for node in nodes if node.target is loop.state):
-            ends = writes.setdefault(state.args[2], [])  # type: ignore[arg-type]
-            if not ends or ends[0][1] is not _whole:
+            arguments = state.args
+            every = kept.setdefault(arguments[2], [])
+            if not every or every[0].stride is not None:
                 self.scratch.append((fact(state).shape[-1], fact(state).dtype))
-                ends.insert(0, (begun + len(self.scratch) - 1, _whole, _whole, None))
-            for place, first, _, _ in ends:
-                self.write(place, state.args[0], first)  # type: ignore[arg-type]
+                every.insert(0, _Kept(begun + len(self.scratch) - 1))
+            for each in every:
+                self.write(each.place, arguments[0], each.first)
         self.once = max(self.columns, default=-1) + 1
         self.registers = {node: value for node, value in self.registers.items() if isinstance(value, Tensor)}
         for node in (node for node in nodes if node.op != "get_attr" and node.target not in (loops.begin, loops.end)):
-            arguments, width = cast(tuple[Any, ...], node.args), fact(node).shape[-1]
+            arguments, width = node.args, fact(node).shape[-1]
             if node.target is loop.item:
                 sequence, _, dim, backwards = arguments
                 self.steps_of = match.reads.index(sequence), dim
-                view, stride = partial(_step_of, dim=dim, backwards=backwards, step=1), partial(_stride_of, dim=dim, backwards=backwards)
-                self.registers[node] = self.read(sequence, width, view, stride)
+                view = partial(_step_of, dim=dim, backwards=backwards, step=1)
+                self.registers[node] = self.read(sequence, width, view, partial(_stride_of, dim=dim, backwards=backwards))
             elif node.target is loop.state:
-                self.moves.append((writes[arguments[2]][0][0], _whole, None))
+                self.moves.append((kept[arguments[2]][0].place, _whole, None))
                 self.registers[node] = self.step(READ, width, -1, -1, len(self.moves) - 1, node)
             elif node.target is loop.carry:
-                for place, _, others, stride in writes[arguments[2]]:
-                    self.write(place, arguments[0], others, stride)
+                for each in kept[arguments[2]]:
+                    self.write(each.place, arguments[0], each.others, each.stride)
             else:
                 self.add(node)
 
@@ -504,15 +515,8 @@ class _Rows:
             own, plans = _Program.from_buffer_copy(structure), dict[Any, tuple[Tensor, Tensor]]()
 
             def bound(inputs: Sequence[Tensor], output: Any, _keeps: Any = keeps) -> None:
-                tensors = [*inputs, *(output if isinstance(output, list) else [output]), *self.varying]
-                if self.once is not None:
-                    place, dim = self.steps_of
-                    count, columns = inputs[place].shape[dim], inputs[place].shape[-1]
-                    tensors += [
-                        torch.empty(inputs[place].numel() // max(1, count * columns), width, dtype=dtype, device="cpu")
-                        for width, dtype in self.scratch
-                    ]
-                    own.repeats = count - 1
+                tensors = [*inputs, *(output if isinstance(output, list) else [output]), *self.varying, *self.scratch_for(inputs)]
+                own.repeats = 0 if self.once is None else inputs[self.steps_of[0]].shape[self.steps_of[1]] - 1
                 key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
                 if key not in plans:
                     plans.clear()
@@ -527,6 +531,15 @@ class _Rows:
 
         return Binding(bind)
 
+    def scratch_for(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return memory (rows, columns) for each of the states that are carried and are not results."""
+        if not self.scratch:
+            return []
+        place, dim = self.steps_of
+        sequence = inputs[place]
+        rows = sequence.numel() // max(1, sequence.shape[dim] * sequence.shape[-1])
+        return [torch.empty(rows, width, dtype=dtype, device="cpu") for width, dtype in self.scratch]
+
     def differing(self, register: int, constant: Tensor) -> Step:
         """Return the step that reads a constant with different rows; the constant is repeated for each item of the batch."""
         _, *sizes = self.shapes[register]
@@ -537,7 +550,7 @@ class _Rows:
         return Step(READ, register, -1, -1, len(self.moves) - 1)  # type: ignore[arg-type]
 
     def plan(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return a row of int64 for each move (tensor, dtype, strides of columns and repeats, zero point), and where each tensor's rows begin."""
+        """Return a row of int64 for each move (tensor, dtype, strides of columns and repeats, zero point), and the offset of each row."""
         moves, places, reads = list[tuple[int, ...]](), list[Tensor](), self.site.match.reads
         for place, view, onwards in self.moves:
             whole, part = tensors[place], view(tensors[place])

@@ -21,7 +21,7 @@ Info = Callable[[str, torch.dtype, tuple[Size, ...]], onnx.ValueInfoProto]
 
 
 class Loop:
-    """A loop while it is written: its body's nodes are collected in the emitter, those before it are in `outer`."""
+    """A loop while it is written: its body's nodes are collected in the emitter, the nodes before it are in `outer`."""
 
     def __init__(self, emitter: Any, infos: list[onnx.ValueInfoProto], start: fx.Node, count: int | str) -> None:
         self.emitter, self.start, self.name = emitter, start, start.name
@@ -31,9 +31,9 @@ class Loop:
         self.iteration, self.going = f"{self.name}/iteration", f"{self.name}/going"
         emitter.types[self.iteration], emitter.types[self.going] = torch.int64, torch.bool
         self.shapes: dict[Any, tuple[Size, ...]] = {user.args[2]: fact(user).shape for user in start.users if user.target is loop.state}
-        self.first: dict[int, str] = {}  # by position: what the first step gave
-        self.given: dict[int, str] = {}  # what a step is given, and what it gives, which has the name of its node
-        self.next = {user.args[2]: user.name for user in start.users if user.target is loop.carry}
+        self.first: dict[Any, str] = {}  # by position: what the first step gave
+        self.given: dict[Any, str] = {}  # what a step is given, and what it gives, which has the name of its node
+        self.next: dict[Any, str] = {user.args[2]: user.name for user in start.users if user.target is loop.carry}
 
     def place(self, e: Any, backwards: bool) -> str:
         """Return the place in the sequence of the step that an iteration computes."""
@@ -48,7 +48,7 @@ class Loop:
         return self.given[index]
 
     def carry(self, value: str) -> str:
-        """Return the name of what a step gives, which is no other value's."""
+        """Return the name of what a step gives, which no other value has."""
         return str(self.emitter.node("Identity", value))
 
     def close(self, info: Info) -> None:

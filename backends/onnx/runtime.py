@@ -102,13 +102,13 @@ class MaxPool(op_max_pool.MaxPool):
 class Loop(op_loop.Loop):
     """Loop of onnx's reference evaluator, which joins what each iteration gives along the first dimension in place of a new one."""
 
-    def _run(self, count: Any, *inputs: Any, **settings: Any) -> Any:
-        results = super()._run(count, *inputs, **settings)  # type: ignore[no-untyped-call]
+    def _run(self, M: Any, cond: Any, *args: Any, **settings: Any) -> Any:
+        results = super()._run(M, cond, *args, **settings)  # type: ignore[no-untyped-call]
         (body,) = (attribute.g for attribute in self.onnx_node.attribute if attribute.name == "body")
         ranks = [len(info.type.tensor_type.shape.dim) for info in body.output[1:]]
-        given = len(body.input) - 2
-        every = zip(results[given:], ranks[given:], strict=True)
-        return (*results[:given], *(each if each.ndim > rank else each.reshape(int(count), -1, *each.shape[1:]) for each, rank in every))
+        states = len(body.input) - 2
+        every = zip(results[states:], ranks[states:], strict=True)
+        return (*results[:states], *(each if each.ndim > rank else each.reshape(int(M), -1, *each.shape[1:]) for each, rank in every))
 
 
 class GatherElements(OpRun):

@@ -61,7 +61,7 @@ def bodies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def running(nodes: Iterable[fx.Node], value: Callable[[fx.Node], Any]) -> Iterator[fx.Node]:
-    """Yield nodes in the order in which they run, those of a loop repeatedly; `value` returns what a node gave: the frame of a loop."""
+    """Yield nodes in the order in which they run, a loop's nodes repeatedly; `value` returns what a node gave: the frame of a loop."""
     order = list(nodes)
     places = {node: place for place, node in enumerate(order) if node.target in (begin, end)}
     ends = {node.args[0]: place for node, place in places.items() if node.target is end}

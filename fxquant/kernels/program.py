@@ -311,11 +311,11 @@ def _loop(
     }
 
     def run(values: list[Any]) -> None:
-        known = {**constants, **{each: values[place] for each, place in places.items()}}
-        for node in running(nodes, known.__getitem__):
+        by_node = {**constants, **{each: values[place] for each, place in places.items()}}
+        for node in running(nodes, by_node.__getitem__):
             if node not in constants:
-                known[node] = computed(model, node, known.__getitem__)
-        values[writes] = known[nodes[0]]
+                by_node[node] = computed(model, node, by_node.__getitem__)
+        values[writes] = by_node[nodes[0]]
 
     return run
 

@@ -171,7 +171,8 @@ def whole_loops(gm: fx.GraphModule) -> Iterator[Violation]:
             name = called(gm, user).removeprefix("loop_")
             if (user in inside) != (name not in ("last", "stack")):
                 yield Violation(user, f"it is not where a {name} of a loop is")
-            sequence, dim = (user.args[0], user.args[2]) if name == "item" else (user, user.args[3]) if name == "stack" else (None, 0)
+            arguments: tuple[Any, ...] = user.args
+            sequence, dim = (arguments[0], arguments[2]) if name == "item" else (user, arguments[3]) if name == "stack" else (None, 0)
             if sequence is not None and fact(sequence).shape[dim] != count:
                 yield Violation(user, f"its sequence has {fact(sequence).shape[dim]} steps, and the loop {count}")
 

@@ -34,10 +34,10 @@ def unrolled(model: fx.GraphModule) -> fx.GraphModule:
             written.result(node)
         elif node not in inside:
             written.nodes[node] = written.graph.node_copy(node, written.nodes.__getitem__)
-    result = model.__copy__()  # type: ignore[operator]
+    result = model.__copy__()
     replace_graph(result, written.graph)
     result.recompile()
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 class _Writing:
@@ -76,8 +76,10 @@ class _Writing:
         copied.meta["origin"] = names.get(origin(node), origin(node))
         lowered = operation(node)
         if lowered is not None:
-            known = {old.name: new.name for old, new in self.nodes.items()} | {node.name: copied.name}
-            arguments = map_aggregate(lowered.arguments, lambda each: Reference(known[each.node]) if isinstance(each, Reference) else each)
+            by_name = {old.name: new.name for old, new in self.nodes.items()} | {node.name: copied.name}
+            arguments = map_aggregate(
+                lowered.arguments, lambda each: Reference(by_name[each.node]) if isinstance(each, Reference) else each
+            )
             set_operation(copied, replace(lowered, arguments=arguments))
         return copied
 
@@ -94,7 +96,7 @@ class _Writing:
         return taken
 
     def result(self, node: fx.Node) -> None:
-        """Write what is left of a loop: what its last step gave, or what all steps gave."""
+        """Write the result of a loop: the state of its last step, or of all steps."""
         first, start, index = node.args[:3]
         every = [self.nodes[first], *self.carried[start].get(index, [])]  # type: ignore[index,arg-type]
         if node.target is loop.last:

@@ -79,7 +79,7 @@ class Builder:
         return added
 
     def control(self, function: Callable[..., Any], *args: Any) -> fx.Node:
-        """Add a call that begins or ends a loop; its result is no tensor."""
+        """Add a call that begins or ends a loop; it returns a counter, or nothing."""
         return self._node("call_function", function, args, function.__name__)
 
     def reads(self, position: int) -> bool:
@@ -109,7 +109,7 @@ class Builder:
         return added
 
     def discard(self, *needed: fx.Node, effects: bool = False) -> None:
-        """Erase the nodes that this builder inserted and no node reads, except `needed`; with `effects` also those that carry or count."""
+        """Erase the nodes that this builder inserted and no node reads, except `needed`; with `effects` also marks of loops."""
         for added in reversed(self._made):
             if added in needed or added.users or (added.is_impure() and not effects):
                 continue

@@ -14,25 +14,25 @@ _MARK: dict[str, Any] = {"by_name": False, "demand": Same(), "moves": True}
 
 @lowered(function=lambda input, frame, dim, backwards: loop.item(input, frame, dim, backwards), **_MARK)
 def loop_item(lowering: Lowering, input: Quantized, frame: Any, dim: int, backwards: bool) -> Quantized:
-    """What a sequence has at this step, without the dimension of the steps."""
+    """Return the part of a sequence at this step, without the dimension of the steps."""
     return input.with_value(lowering.call(loop.item, input.value, frame, dim, backwards))
 
 
 @lowered(function=lambda input, frame, index: loop.state(input, frame, index), **_MARK)
 def loop_state(lowering: Lowering, input: Quantized, frame: Any, index: int) -> Quantized:
-    """What the step before carried; at the second step `input`."""
+    """Return the state that the step before carried; at the second step `input`."""
     return input.with_value(lowering.call(loop.state, input.value, frame, index))
 
 
 @lowered(function=lambda input, frame, index: loop.carry(input, frame, index), **_MARK)
 def loop_carry(lowering: Lowering, input: Quantized, frame: Any, index: int) -> Quantized:
-    """A tensor that is carried on to the next step."""
+    """Return a tensor, and carry it on to the next step."""
     return input.with_value(lowering.call(loop.carry, input.value, frame, index))
 
 
 @lowered(function=lambda input, frame, index: loop.last(input, frame, index), **_MARK)
 def loop_last(lowering: Lowering, input: Quantized, frame: Any, index: int) -> Quantized:
-    """What the last step carried; without further steps `input`."""
+    """Return the state that the last step carried; without further steps `input`."""
     return input.with_value(lowering.call(loop.last, input.value, frame, index))
 
 
@@ -42,7 +42,7 @@ def loop_last(lowering: Lowering, input: Quantized, frame: Any, index: int) -> Q
     **_MARK,
 )
 def loop_stack(lowering: Lowering, input: Quantized, frame: Any, index: int, dim: int, count: Any, backwards: bool) -> Quantized:
-    """What all steps carried, stacked along a dimension."""
+    """Return the states of all steps, stacked along a dimension."""
     return input.with_value(lowering.call(loop.stack, input.value, frame, index, dim, count, backwards))
 
 
