@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from fxquant.backends.onnx.direct import Direct, Plan, is_size, replacement
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner, values_read
 from fxquant.errors import ExportError
+from fxquant.ir import loops
 from fxquant.ir.graph import (
     BATCH_SIZES,
     POINTS,
@@ -65,7 +66,7 @@ class FloatRegions:
         for node in integer.graph.nodes:
             if node.op in ("placeholder", "get_attr", "output"):
                 continue
-            if node.op == "call_function" and node.target in PRIMITIVES:
+            if node.op == "call_function" and (node.target in PRIMITIVES or node.target in (loops.begin, loops.end)):
                 runs.append([])
             elif node not in self.sizes and not is_pick(node):
                 # One of several results belongs to the node that returns them: only tensors pass from one region to another.
@@ -581,7 +582,7 @@ def sizes_for_primitives(graph: fx.Graph) -> set[fx.Node]:
     sizes: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         readers = node.users
-        if _is_size(node) and readers and all(reader in sizes or reader.target in PRIMITIVES for reader in readers):
+        if _is_size(node) and readers and all(reader in sizes or reader.target in (*PRIMITIVES, loops.begin) for reader in readers):
             sizes.add(node)
     return sizes
 

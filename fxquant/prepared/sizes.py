@@ -10,9 +10,11 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
+from fxquant.ir import loops
 from fxquant.ir.graph import SIZES, BatchDim, TensorFact, at_point, attach, fact, inherit, resolve, set_fact, sizes_of_input
 from fxquant.ir.integer import Reference, notes, operation, origin, qparams, set_operation, set_qparams
 from fxquant.ir.model import free_name
+from fxquant.ops.recurrent.loops import loop_carry
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.primitives import PRIMITIVES
 
@@ -42,10 +44,16 @@ def with_fixed_sizes(model: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.Grap
             arguments = map_aggregate(lowered.arguments, lambda each: numbers.get(each.node, each) if isinstance(each, Reference) else each)
             set_operation(node, replace(lowered, arguments=arguments))
     for node in reversed(list(fixed.graph.nodes)):  # only sizes were read of it
-        if isinstance(fact(node), TensorFact | BatchDim) and not node.users and node.op not in ("placeholder", "output"):
+        if isinstance(fact(node), TensorFact | BatchDim) and not node.users and not _stays(fixed, node):
             fixed.graph.erase_node(node)
     fixed.recompile()
     return fixed
+
+
+def _stays(model: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether a node that nothing reads stays: it is an input, or carries a state on in a loop."""
+    module = resolve(model, str(node.target)) if node.op == "call_module" else None
+    return node.is_impure() or (isinstance(module, QuantizedOperator) and module.operator.function is loop_carry)
 
 
 def _fix(node: fx.Node, example: Tensor) -> None:
@@ -66,6 +74,8 @@ def _value(model: fx.GraphModule, node: fx.Node, values: dict[fx.Node, list[Any]
         return torch.empty([at_point(size, point) for size in described.shape], dtype=described.dtype, device="cpu")
     if node.op == "get_attr":
         return resolve(model, str(node.target))
+    if node.target in (loops.begin, loops.end):
+        return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: values[operand][point])
     function: Any = node.target
     if node.op == "call_method":

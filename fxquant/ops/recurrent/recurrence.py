@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.ir import loops
-from fxquant.ir.graph import TensorFact, fact, is_parameter, parameter_value
+from fxquant.ir.graph import TensorFact, fact, is_parameter, largest_size, parameter_value
 from fxquant.ops.core import INNER, Builder, Fixed, Instead, Own, Same, Trait, known_size, register, settings_of
 from fxquant.ops.core.composite import requantize
 from fxquant.ops.core.record import Adapt, Demand, Parameter, traits_of
@@ -428,7 +428,7 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         return None
     sizes = Builder.fact(arguments["input"]).shape
     steps = sizes[1 if arguments["batch_first"] and len(sizes) == 3 else 0]
-    if not isinstance(steps, int):
+    if largest_size(steps) is None:
         return f"the number of its steps, {steps}, depends on the batch size: the batch is dimension 0 unless dynamic_shapes differs"
     return None if steps else "it has no steps"
 
