@@ -85,23 +85,19 @@ def add_conformance(commands: Any) -> None:
     )
     conformance.add_argument("kit", type=path, metavar="KIT", help="the folder of the kit")
     march = "write the kit for this march or chip: bernoulli2, bayes, bayes-e, x3, x5, …"
-    conformance.add_argument("--target", metavar="MARCH", help=march)
+    request = conformance.add_mutually_exclusive_group(required=True)
+    request.add_argument("--target", metavar="MARCH", help=march)
     conformance.add_argument("--dtype", nargs="+", metavar="DTYPE", help="dtypes of activations of --target: int8, int16 (default: int8)")
     conformance.add_argument("--operators", nargs="+", metavar="NAME", help="operators of --target (default: all)")
     results = "compare the results that the board's run.py wrote into this folder"
-    conformance.add_argument("--results", type=path, metavar="DIR", help=results)
+    request.add_argument("--results", type=path, metavar="DIR", help=results)
     simulated = "let the vendor's simulator write the results into this folder first, and compare them"
-    conformance.add_argument("--simulate", type=path, metavar="DIR", help=simulated)
+    request.add_argument("--simulate", type=path, metavar="DIR", help=simulated)
 
 
 def _conformance(options: argparse.Namespace) -> int:
     import fxquant as fxq
 
-    asked = [name for name in ("target", "results", "simulate") if getattr(options, name) is not None]
-    if len(asked) != 1:
-        others = f"; given are --{' and --'.join(asked)}" if asked else ""
-        because = f"--target writes a kit, --results and --simulate compare results{others}"
-        raise ConfigurationError("the request is not clear", because=because, remedy="give one of them")
     if options.target is None:
         unused = [name for name in ("dtype", "operators") if getattr(options, name) is not None]
         if unused:

@@ -248,7 +248,7 @@ def test_no_kit_and_no_results_are_misuse(kit: Kit, tmp_path: Path, capsys: pyte
     with pytest.raises(fxq.errors.ConfigurationError, match="holds no results"):
         fxq.board.check_conformance(kit.folder, tmp_path)
     for options in (
-        [], ["--target", "bayes-e", "--results", "x"], ["--results", str(tmp_path)], ["--results", "x", "--dtype", "int8"],
+        ["--results", str(tmp_path)], ["--results", "x", "--dtype", "int8"],
         ["--target", "nash-e"], ["--target", "bayes-f"], ["--target", "bayes-e", "--operators", "conv 3x4"],
         ["--target", "bernoulli2", "--dtype", "int16"], ["--target", "bayes-e", "--dtype", "int4"],
     ):  # fmt: skip
