@@ -286,10 +286,6 @@ def _is_foreign(key: str) -> bool:
     return f".{ACTIVATION}." in f".{key}" or f".{WEIGHT}." in f".{key}" or NUMBERED.fullmatch(key) is not None
 
 
-def _is_zero_point(key: str, value: Any) -> bool:
-    return key.endswith("zero_point") and f".{WEIGHT}." not in f".{key}" and isinstance(value, Tensor) and value.numel() == 1
-
-
 def _called(module: nn.Module) -> list[tuple[fx.Node, QuantizedOperator]]:
     """Return the calls of quantized operators in the order they are computed; an empty list for any module but a graph."""
     operators = {f"quantized.{name}": operator for name, operator in quantized_operators(module).items()}
@@ -323,7 +319,8 @@ def _take_scales(module: nn.Module, incompatible: Any) -> None:
     assigned: set[str] = set()
     unused = []
     numbered = _numbered(module, foreign)
-    zeros = {key.removesuffix("zero_point"): int(value.reshape(-1)[0]) for key, value in foreign.items() if _is_zero_point(key, value)}
+    single = {key: value for key, value in foreign.items() if isinstance(value, Tensor) and value.numel() == 1 and WEIGHT not in key}
+    zeros = {key.removesuffix("zero_point"): int(value) for key, value in single.items() if key.endswith("zero_point")}
     lowest = -128 if min(zeros.values(), default=0) < 0 else 0
     zeros = {key: value - lowest for key, value in zeros.items()}
     for key, value in foreign.items():

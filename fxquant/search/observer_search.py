@@ -193,8 +193,5 @@ def with_observer(mapping: QConfigMapping, observer: Any) -> QConfigMapping:
         read = None if chosen.input is None else replace(chosen.input, observer=observer)
         return replace(chosen, output=replace(chosen.output, observer=observer), input=read)
 
-    def all_of(rules: Mapping[Any, Chosen]) -> dict[Any, Chosen]:
-        return {key: changed(chosen) for key, chosen in rules.items()}
-
-    rules = (mapping.types, mapping.patterns, mapping.names, mapping.calls)
-    return QConfigMapping(changed(mapping.default), *map(all_of, rules))
+    rules: tuple[Mapping[Any, Chosen], ...] = (mapping.types, mapping.patterns, mapping.names, mapping.calls)
+    return QConfigMapping(changed(mapping.default), *({key: changed(chosen) for key, chosen in each.items()} for each in rules))
