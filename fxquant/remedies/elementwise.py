@@ -161,9 +161,3 @@ def of_difference(b: Rewriting) -> fx.Node | None:
 def of_itself(b: Rewriting) -> fx.Node | None:
     """Return x · x."""
     return b(mul, b.input, b.input)
-
-
-@remedy("of tanh", "tanhshrink", None)
-def of_tanh(b: Rewriting) -> fx.Node | None:
-    """Return x - tanh(x)."""
-    return b(sub, b.input, b(BY_NAME["tanh"].function, b.input))

@@ -19,7 +19,7 @@ from fxquant.analysis.layers import CLEARLY
 from fxquant.ir.integer import QParams
 from fxquant.reporting.effects import Effects, Inside
 from fxquant.reporting.statistics import Steps, ratio, sqnr_of
-from fxquant.reporting.tensor_rules import GAP, POOR, RULES, SCALES, UNUSED, Cures, Found, Judged, coarse, mask_cure, own_error
+from fxquant.reporting.tensor_rules import GAP, POOR, RULES, SCALES, UNUSED, Cures, Found, Judged, mask_cure, own_error
 
 MIN_GAIN_DB = 1.0  # dB at the outputs that a cure must gain
 AUDIBLE = 1e-4  # an effect below this noise to signal ratio of the outputs, 40 dB, is not reported
@@ -84,8 +84,6 @@ def advise(tensors: Sequence[Judged], effects: Effects, cures: Cures) -> tuple[A
             advice.append(Advice(tensor.name, name, proposal.cause, proposal.cure, effect, gain, tensor.facts.source))
     advice += _batch_norms(effects, wrong_input)
     advice += _inside(tensors, effects, total, cures)
-    if not advice and effects.noise > 10 ** (-POOR / 10):
-        advice += _coarse(tensors, effects, cures)
     return tuple(sorted(advice, key=_order))
 
 
@@ -219,15 +217,6 @@ def of_parts(advice: Sequence[Advice], parts: Sequence[Advice]) -> Iterator[Advi
         inner = [part for part in parts if part.layer.startswith(f"{each.layer}_") and part.layer not in there and part.rule != "inside"]
         alone = replace(each, cure=each.cure.removeprefix(_LOOK_INSIDE))
         yield from inner if inner and each.rule == "inside" else [alone]
-
-
-def _coarse(tensors: Sequence[Judged], effects: Effects, cures: Cures) -> Iterator[Advice]:
-    for tensor in sorted(tensors, key=own_error, reverse=True)[:MEASURED]:
-        proposal = coarse(tensor, cures)
-        if proposal is not None and (effect := effects.of(tensor)) > 10 ** (-POOR / 10):
-            gain = gain_of(max(effects.noise, effect), effect, proposal.left)
-            if gain >= MIN_GAIN_DB:
-                yield Advice(tensor.name, "coarse", proposal.cause, proposal.cure, effect, gain, tensor.facts.source)
 
 
 def grid_text(grid: QParams | None) -> str:

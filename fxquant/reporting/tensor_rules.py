@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 from fxquant.accuracy.observe import LOST
 from fxquant.analysis.recording import Facts, Form, GraphForm
 from fxquant.ir.graph import model_meta, resolve
-from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.reporting.statistics import TensorStatistics
 from fxquant.target import Target
 
@@ -110,7 +109,7 @@ GAP = 32.0  # how many times as large as all others the values of a mask are
 OUTLIER = 8.0  # how many times as large as in the median channel
 OUTSIDE = 2.0  # how many times as far as calibration's the range of an input is
 UNUSED = 8.0  # how many times as far the grid of an input reaches
-POOR = 15.0  # dB at the outputs below which one tensor alone deserves more bits
+POOR = 15.0  # dB at the outputs below which a tensor deserves more bits
 
 
 @dataclass(frozen=True)
@@ -266,15 +265,6 @@ def scale_too_large(tensor: Judged, cures: Cures) -> Found | None:
 
 SCALES = ("scale_too_small", "scale_too_large")
 RULES: tuple[Rule, ...] = (input_range, masked, rounds_to_zero, outlier_channel, scale_too_small, scale_too_large)
-
-
-def coarse(tensor: Judged, cures: Cures) -> Found | None:
-    """Rounding alone loses too much; asked where nothing else is wrong."""
-    statistics = tensor.statistics
-    if statistics.steps is None or tensor.facts.grid is None or ACTIVATION_TYPES[tensor.facts.grid.dtype].high >= 2**15 - 1:
-        return None
-    cause = f"{tensor.facts.grid.dtype} is too coarse for it: rounding it alone leaves the outputs below {POOR:.0f} dB"
-    return Found(cause, cures.wider(tensor.name, tensor.reference), 2.0**-16)
 
 
 def mask_cure(reaches: float) -> str:
