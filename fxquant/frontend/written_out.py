@@ -13,7 +13,7 @@ import builtins
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,23 +227,6 @@ def _real_copy(input: Tensor) -> Any:
     return NotImplemented if input.is_complex() else input.clone()
 
 
-def _copied(view: Callable[..., Any]) -> Callable[..., Any]:
-    def copy(*args: Any, **kwargs: Any) -> Any:
-        result = view(*args, **kwargs)
-        return tuple(each.clone() for each in result) if isinstance(result, tuple | list) else result.clone()
-
-    return copy
-
-
-_VIEWS = {"slice": python_form(torch.ops.aten.slice.Tensor), "alias": python_form(torch.ops.aten.alias.default)}
-for _name in (
-    "narrow", "select", "diagonal", "permute", "unsqueeze", "squeeze", "transpose", "t", "unbind", "split", "detach",
-    "slice", "view", "expand", "unfold", "alias", "split_with_sizes",
-):  # fmt: skip
-    for _function in _methods(f"{_name}_copy"):
-        WRITTEN[_function] = _copied(_VIEWS.get(_name) or _methods(_name)[0])
-
-
 @_stands_for(Tensor.new_tensor)
 def _new_tensor(input: Tensor, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
     if isinstance(data, Tensor) or not _of_numbers(data):
@@ -280,13 +263,9 @@ for _reduction in (torch.argmax, torch.argmin, torch.any, torch.all, torch.media
         WRITTEN[_function] = _flattened(_reduction)
 
 
-def _listed(tensors: Sequence[Any]) -> Sequence[Any]:
-    return tensors[0] if len(tensors) == 1 and isinstance(tensors[0], tuple | list) else tensors
-
-
 def _each(function: Callable[..., Any]) -> Callable[..., Any]:
     def apply(*tensors: Any) -> Any:
-        several = _listed(tensors)
+        several = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], tuple | list) else tensors
         return tuple(function(each) for each in several) if several is not tensors or len(tensors) > 1 else NotImplemented
 
     return apply
@@ -294,19 +273,6 @@ def _each(function: Callable[..., Any]) -> Callable[..., Any]:
 
 for _function in (torch.atleast_1d, torch.atleast_2d, torch.atleast_3d):
     WRITTEN[_function] = _each(_function)
-
-
-@_stands_for(torch._C._nn.pad_sequence)
-def _pad_sequence(sequences: Sequence[Tensor], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right") -> Any:
-    if not all(_fixed(each) for each in sequences):
-        return NotImplemented
-    longest = max(each.shape[0] for each in sequences)
-    rows = []
-    for each in sequences:
-        missing = longest - each.shape[0]
-        margins = (0, missing) if padding_side == "right" else (missing, 0)
-        rows.append(F.pad(each, (*[0, 0] * (each.dim() - 1), *margins), value=padding_value) if missing else each)
-    return torch.stack(rows, 0 if batch_first else 1)
 
 
 # ---- The call form of a PyTorch function in the graph: a method, an operator or a function ---------------------------

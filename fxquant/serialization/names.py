@@ -76,6 +76,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         ("functional", F, _FUNCTIONAL),
         ("linalg", torch.linalg, _LINALG),
         ("special", torch.special, "xlog1py xlogy"),
+        ("nn", torch._C._nn, "pad_sequence"),
     )
     table = dict(_listed("python", operator, _PYTHON))
     table.update(_listed("python", math, "ceil exp floor log log2 sqrt trunc"))

@@ -49,12 +49,6 @@ def seeded(function: Callable[[Tensor], Tensor]) -> tuple[nn.Module, list[Tensor
     return Net(function).eval(), [torch.randn(4, 3, 8, 8) for _ in range(3)]
 
 
-def test_a_constant_exponent_of_a_few_values_is_a_power_for_each() -> None:
-    x, exponent = torch.rand(64, 6), torch.tensor([1.0, 2, 3, 2, 1, 2])
-    integer = fxq.quantize(Network(lambda m, y: y**exponent), [x]).integer
-    assert float((integer(x) - x**exponent).abs().max()) < 0.02
-
-
 def names_of(model: nn.Module, example: Tensor, qconfig: fxq.QConfigMapping | None = None) -> list[str]:
     graph = fxq.prepare(model, example, qconfig=qconfig, until="pointwise.to_table").graph
     return [record.name for node in graph.nodes if (record := operator_of(node)) is not None]

@@ -1,10 +1,10 @@
 """Functions of two tensors, element by element: composites, 16 bits wide inside.
 
-    x ** y = exp(y · log x)                 for x > 0; a constant exponent of few values is a table for each
-    x ** n = ± exp(n · log |x|)             for integers n, negative where x is and n is odd
+    x ** y = exp(y · log x)                 for x > 0
     ⌊x / y⌋, x - y · ⌊x / y⌋                of the quotient, which is rounded to 16 bits: near an integer it may fall on the other side
 
-A power of a negative number has a value for integer exponents alone. Values on a grid do not show which these are: calibration refuses it.
+A power of a negative number has a value for integer exponents alone: it is float where the exponent is a tensor of integers or of several
+constants. Any other of a negative number is refused by calibration.
 """
 
 import math
@@ -12,39 +12,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxquant.ops.core import INNER, WIDE, Builder, Plain, Trait, is_parameter, register
 from fxquant.ops.core.casting import to_real
-from fxquant.ops.core.declare import composite, dtype_of, needs, numbers
+from fxquant.ops.core.declare import composite, dtype_of, first_reason, needs, numbers
 from fxquant.ops.core.places import constant_value
-from fxquant.ops.core.samples import COMPOSED, JUMPS, NORMED, POSITIVE, sampled, written
+from fxquant.ops.core.samples import COMPOSED, JUMPS, POSITIVE, sampled, written
 from fxquant.ops.elementwise.arithmetic import add, mul, sub, true_divide
-from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.functions import floor_quotient, floor_remainder, quotient_of, trunc_quotient, trunc_remainder
 from fxquant.ops.elementwise.table import tabled
 from fxquant.ops.elementwise.unary import power
-from fxquant.ops.elementwise.whole import WHOLE, alike
+from fxquant.ops.elementwise.whole import alike
 
 SMALLEST = 2.0**-20  # stands for 0 as a base, whose logarithm is not finite
-FEW = 8  # largest number of distinct values of a constant exponent: each value needs a table
-
-
-def _whole_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
-    """Compute input ** exponent for an integer exponent, an int64 tensor before quantization: exp(exponent · log|input|), signed if odd."""
-    logarithm = build(log_of_base, build(torch.abs, input), demand=WIDE)
-    magnitude = build(torch.exp, build(mul, logarithm, exponent, demand=WIDE))
-    odd = build(WHOLE["ne"], build(WHOLE["remainder"], exponent.args[0], 2), 0)
-    return build(where, build(torch.logical_and, odd, build(torch.lt, input, 0.0)), build(torch.neg, magnitude), magnitude)
-
-
-def _values(exponent: fx.Node) -> tuple[list[float], Tensor] | None:
-    """Return the distinct values of a constant exponent, and the constant; None if they are too many, or the exponent is trained."""
-    constant = constant_value(exponent) if exponent.op == "get_attr" else None
-    if constant is None or (isinstance(constant, nn.Parameter) and constant.requires_grad):
-        return None
-    values = sorted({float(value) for value in constant.detach().float().flatten().tolist()})
-    return (values, constant.detach().float()) if 0 < len(values) <= FEW and all(map(math.isfinite, values)) else None
 
 
 @tabled(lambda x: math.log(x or SMALLEST) if x >= 0 else math.nan)
@@ -54,18 +35,17 @@ def log_of_base(input: Tensor) -> Tensor:
     return torch.log(torch.where(input == 0, SMALLEST, input))
 
 
+def _held(exponent: fx.Node) -> list[float]:
+    """Return the distinct values of a constant exponent that is not trained; none of any other."""
+    constant = constant_value(exponent) if exponent.op == "get_attr" else None
+    return [] if constant is None or constant.requires_grad else sorted(set(constant.float().flatten().tolist()))
+
+
 def _expand_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
-    few = _values(exponent)
-    if few is None and exponent.target is to_real:
-        return _whole_power(build, input, exponent)
-    if few is None:
-        logarithm = build(log_of_base, input, demand=WIDE)
-        return build(torch.exp, build(mul, logarithm, exponent, demand=WIDE))
-    values, constant = few
-    result = build(torch.pow, input, values[0])
-    for value in values[1:]:
-        result = build(where, build.constant(constant == value), build(torch.pow, input, value), result)
-    return result
+    if held := _held(exponent):
+        return build(torch.pow, input, held[0])
+    logarithm = build(log_of_base, input, demand=WIDE)
+    return build(torch.exp, build(mul, logarithm, exponent, demand=WIDE))
 
 
 register(
@@ -73,11 +53,15 @@ register(
     power,
     ("input", "exponent"),
     expand=_expand_power,
-    refuses=needs(
-        "its base, a constant, is not positive",
-        lambda arguments: (base := constant_value(arguments["input"])) is None or bool((base > 0).all()),
+    refuses=first_reason(
+        needs(
+            "its base, a constant, is not positive",
+            lambda arguments: (base := constant_value(arguments["input"])) is None or bool((base > 0).all()),
+        ),
+        needs("its exponent holds integers", lambda arguments: arguments["exponent"].target is not to_real),
+        needs("its exponent, a constant, holds several numbers", lambda arguments: len(_held(arguments["exponent"])) < 2),
     ),
-    samples=(*written("y**x", over=POSITIVE, within=JUMPS), *written("x ** torch.tensor([1.0, 2, 3, 2, 1, 2])", within=NORMED)),
+    samples=written("y**x", over=POSITIVE, within=JUMPS),
 )
 
 
