@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import BatchDim, TensorFact, is_parameter, parameter_value
 from fxquant.ops.core import NORMED, WIDE, Builder, Fixed, Operator, Trait, composite, fact, sample, sampled, taking, written
-from fxquant.ops.core.casting import in_dtype, to_real
+from fxquant.ops.core.casting import in_dtype, made_number, to_real
 from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.record import OPERATORS, Same, calls, has_weights, operator_of, register
 from fxquant.ops.elementwise.activation import clamp
@@ -265,16 +265,7 @@ def _everywhere(value: Any) -> float | None:
     if is_parameter(value):
         tensor = constant_value(value)
         return float(tensor.flatten()[0]) if tensor is not None and tensor.numel() and bool((tensor == tensor.flatten()[0]).all()) else None
-    name = value.target if isinstance(value.target, str) else getattr(value.target, "__name__", "")
-    if name in ("zeros_like", "zeros", "new_zeros"):
-        return 0.0
-    if name in ("ones_like", "ones", "new_ones"):
-        return 1.0
-    if name == "mul":
-        factors = [_everywhere(factor) for factor in value.args[:2]]
-        return None if None in factors else factors[0] * factors[1]  # type: ignore[operator]
-    number = value.args[1] if len(value.args) > 1 else value.kwargs.get("fill_value")
-    return float(number) if name in ("full_like", "new_full", "full") and isinstance(number, int | float) else None
+    return made_number(value)
 
 
 register("finely", finely, ("input",), lambda lowering, input: input, Same(), dtypes={"input": "int16"})
