@@ -28,9 +28,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxquant.frontend.arguments import ATOMS
 from fxquant.frontend.gradients import STAND_INS
-from fxquant.frontend.values import BatchNumber, TracedTensor, active, is_tracing, refuse
+from fxquant.frontend.values import ATOMS, BatchNumber, TracedTensor, active, is_tracing, refuse
 from fxquant.ir.carried import PLAIN
 from fxquant.ir.model import autocast_off
 from fxquant.support.files import free_in_child

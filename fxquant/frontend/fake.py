@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxquant.errors import FxQuantError
-from fxquant.frontend.arguments import Arguments
 from fxquant.frontend.environment import calls_from
-from fxquant.frontend.values import UNKNOWN, BatchNumber, Number, TracedTensor, Value, refuse, varying
+from fxquant.frontend.values import UNKNOWN, Arguments, BatchNumber, Number, TracedTensor, Value, refuse, varying
 from fxquant.ir.graph import POINTS, own
 
 

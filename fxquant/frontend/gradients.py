@@ -14,8 +14,7 @@ from torch import fx, nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from fxquant.frontend.arguments import ATOMS, is_tracked
-from fxquant.frontend.values import BatchNumber, TracedTensor, Value, active, is_tracing, refuse
+from fxquant.frontend.values import ATOMS, BatchNumber, TracedTensor, Value, active, is_tracing, is_tracked, refuse
 from fxquant.ir import graph
 from fxquant.ir.functional import stopped
 from fxquant.ir.graph import TensorFact

@@ -12,24 +12,29 @@ import torch
 from torch import fx, nn
 
 from fxquant.errors import ConfigurationError, TraceError
-from fxquant.frontend.arguments import ATOMS, Arguments, Memory, is_tracked, share_memory, view_step
 from fxquant.frontend.entry import refuse_scripted, uncompiled
 from fxquant.frontend.environment import Snapshot, source_of_error, user_source
 from fxquant.frontend.fake import READS_CONTENT, Evaluator, Sequenced, evaluate, refuse_condition
 from fxquant.frontend.gradients import Gradients, about_gradients, called_again, overwritten
 from fxquant.frontend.opaque import record
 from fxquant.frontend.values import (
+    ATOMS,
     UNKNOWN,
+    Arguments,
     BatchFloat,
     BatchInt,
     BatchNumber,
+    Memory,
     Number,
     TracedTensor,
     Unknown,
     Value,
+    is_tracked,
     numeric_fact,
     refuse,
+    share_memory,
     varying,
+    view_step,
 )
 from fxquant.frontend.written_out import (
     Spelling,

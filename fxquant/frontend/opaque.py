@@ -21,10 +21,9 @@ import torch
 from torch import nn
 
 from fxquant.errors import ConfigurationError, FxQuantError
-from fxquant.frontend.arguments import Arguments, is_tracked
 from fxquant.frontend.environment import frames
 from fxquant.frontend.fake import Evaluator, Sequenced
-from fxquant.frontend.values import UNKNOWN, Number, Value, active, is_tracing, refuse
+from fxquant.frontend.values import UNKNOWN, Arguments, Number, Value, active, is_tracing, is_tracked, refuse
 from fxquant.ir import graph
 from fxquant.support.arguments import CALLABLE, checked, such
 

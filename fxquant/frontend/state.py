@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from fxquant.frontend.arguments import ATOMS
 from fxquant.frontend.environment import EXPORTED_AT, OwnRandomNumbers, Snapshot, frames, undisturbed, user_source
 from fxquant.frontend.inputs import ExampleInputs
+from fxquant.frontend.values import ATOMS
 from fxquant.support.files import memory_start
 
 _FORWARDS = {kind.forward.__code__ for kind in (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm, nn.modules.instancenorm._InstanceNorm)}

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, LARGEST_DYNAMIC, SMALLEST_DYNAMIC, UINT8, accumulator_bound
-from fxquant.primitives.record import Emitter, Range, Value, constant_of, full_precision, need, primitive, within
+from fxquant.primitives.ranges import Range, Value, constant_of, need, within
+from fxquant.primitives.record import Emitter, full_precision, primitive
 
 MAGNITUDE = UINT8.high  # of the operand's centred integers: 255 where the zero point is 0 or 255
 

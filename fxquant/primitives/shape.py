@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.primitives.record import Emitter, Range, Role, Value, ZeroPoint, constant_of, need, primitive, union
+from fxquant.primitives.ranges import Range, Value, constant_of, need, union
+from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive
 
 
 def named(e: Emitter, value: str | Tensor) -> str:

@@ -186,9 +186,9 @@ def test_imports_form_no_circle() -> None:
 @pytest.mark.parametrize("line", ["import fxquant.frontend.handler", "def f():\n    from fxquant.frontend.handler import Handler"])
 def test_a_planted_circle_is_found(line: str) -> None:
     modules = library()
-    planted = {**modules, "fxquant.frontend.arguments": modules["fxquant.frontend.arguments"] + line}
+    planted = {**modules, "fxquant.frontend.values": modules["fxquant.frontend.values"] + line}
     (circle,) = circles(planted)
-    assert {"fxquant.frontend.handler", "fxquant.frontend.arguments"} <= set(circle)
+    assert {"fxquant.frontend.handler", "fxquant.frontend.values"} <= set(circle)
 
 
 def test_imports_keep_their_direction() -> None:
