@@ -1,4 +1,4 @@
-"""The range of an integer primitive: the bounds of its result, from those of its operands and from its constants.
+"""The range of an integer primitive: the bounds of its result, from the bounds of its operands and from its constants.
 
     def _bounds_add(input: Value, other: Value) -> Range:
         need(input.exact == other.exact, "its operands have different widths")
