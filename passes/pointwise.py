@@ -20,8 +20,7 @@ from torch import Tensor, fx
 from fxquant.ir.graph import TensorFact, absorb, detached_arguments, fact, gradient_changes, is_detached, is_parameter, refusal, resolve
 from fxquant.ops import Trait, calls, operator_of, traits_of
 from fxquant.ops.elementwise.activation import clamp
-from fxquant.ops.elementwise.curve import INPUT, Steps, curve, same_as, settings_of
-from fxquant.ops.elementwise.table import hashable, is_pointwise, is_table, steep
+from fxquant.ops.elementwise.table import INPUT, Steps, chosen_settings, curve, hashable, is_pointwise, is_table, same_as, steep
 from fxquant.passes.rewriting import apart, decide, eliminate_dead
 from fxquant.pipeline import Context
 from fxquant.target import Target
@@ -91,7 +90,7 @@ def _has_table(target: Target, inner: Sequence[fx.Node], steps: Steps) -> bool:
     if not target.arithmetic.float32_tables or any(Trait.CHOOSES in traits_of(node) for node in inner):
         return True
     same = same_as(steps)
-    if same is None or same[1] != settings_of(same[0]):
+    if same is None or same[1] != chosen_settings(same[0]):
         return False
     return not any(limit.measure is None and same[0] in limit.operators for limit in target.limits)
 

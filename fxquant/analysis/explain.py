@@ -22,8 +22,7 @@ from fxquant.kernels.program import Choice
 from fxquant.kernels.runner import Runner
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME, operator_of
-from fxquant.ops.elementwise.curve import curve, same_as
-from fxquant.ops.elementwise.table import hashable
+from fxquant.ops.elementwise.table import curve, hashable, same_as
 from fxquant.prepared.stage import primitive_of, record_of
 from fxquant.primitives import Role, role_of
 from fxquant.support.arguments import checked

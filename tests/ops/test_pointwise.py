@@ -13,7 +13,7 @@ import fxquant as fxq
 from fxquant.ir.integer import qparams
 from fxquant.numerics.grids import EVERYTHING
 from fxquant.ops import BY_NAME, FUNCTIONS, OPERATORS, operator_of
-from fxquant.ops.elementwise.curve import curve, same_as
+from fxquant.ops.elementwise.table import curve, same_as
 from tests.shared import contract
 from tests.shared.contract import compiled
 from tests.shared.networks import Network, members

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from fxquant.backends.onnx.writer import Emitter
 from fxquant.ops import OPERATORS, Operator, Trait
-from fxquant.ops.elementwise.curve import INPUT
-from fxquant.ops.elementwise.table import UNARY
+from fxquant.ops.elementwise.table import INPUT, UNARY
 from fxquant.primitives import POINTWISE, PRIMITIVES, Primitive, Role, ZeroPoint
 from tests.shared.c_cases import cases
 

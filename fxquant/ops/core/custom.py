@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function, has_torch
 from fxquant.errors import ConfigurationError
 from fxquant.ops.core.declare import spelled
 from fxquant.ops.core.record import BY_NAME, Operator, register
-from fxquant.ops.elementwise.functions import by_torch
+from fxquant.ops.elementwise.table import by_torch
 from fxquant.ops.elementwise.table import unary as declare
 from fxquant.support.arguments import CALLABLE, NAMES, checked, instance, such
 

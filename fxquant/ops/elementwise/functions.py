@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fxquant.ops.core import Instead, Lowering, Quantized, Trait, is_tensor, spelled
 from fxquant.ops.core.samples import ABOVE_ONE, JUMPS, LIMITED, NORMED, POSITIVE, SHARES, WITHIN_ONE, sample, sampled
-from fxquant.ops.elementwise.table import POLE, by_table, tabled, unary
+from fxquant.ops.elementwise.table import POLE, by_table, by_torch, tabled, unary
 from fxquant.ops.elementwise.whole import alike
 
 
@@ -28,11 +28,6 @@ def within_domain(function: Callable[..., float], **ends: float) -> Callable[...
             return ends.get("pole", math.nan) if x == ends.get("at", math.nan) else math.nan
 
     return on_numbers
-
-
-def by_torch(function: Callable[..., Tensor]) -> Callable[..., float]:
-    """Return a function on one number that `math` does not have: PyTorch's, in float64."""
-    return lambda x, **settings: float(function(torch.tensor(x, dtype=torch.float64, device="cpu"), **settings))
 
 
 unary("asin", torch.asin, within_domain(math.asin), "arcsin", over=WITHIN_ONE, onnx="Asin")

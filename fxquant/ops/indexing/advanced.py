@@ -30,7 +30,7 @@ from fxquant.ops.core.places import is_list
 from fxquant.ops.core.samples import ALIGNED, NORMED, sampled
 from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.indexing.index import WHOLE, along_dimension, entries_of, getitem, pick, whole_index
-from fxquant.ops.indexing.ranking import gather
+from fxquant.ops.indexing.scatter import gather
 from fxquant.ops.movement.repeating import expand
 from fxquant.ops.movement.shape import numbers, one_varying, permute, reshape
 from fxquant.primitives import selection, shape
