@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.loops import Frame
-from fxquant.primitives.record import Range, Role, Value, ZeroPoint, primitive, union
+from fxquant.primitives.ranges import Range, Value, union
+from fxquant.primitives.record import Role, ZeroPoint, primitive
 
 
 def _bounds(input: Value, **_: Any) -> Range:

@@ -103,7 +103,9 @@ def test_the_demonstration(outcomes: list[run.Outcome], tmp_path: Path, capsys: 
     assert all(outcome.reports)
     assert [(report.mismatches, report.flips) for report in outcome.reports] == [(0, 0), (0, 0)]
     assert outcome.reports[0].tensors >= 20
-    assert sum(len(report.pairs) for report in outcome.reports) == 7, "four runtimes and the kernels, the prepared model, and the kernels again"
+    assert sum(len(report.pairs) for report in outcome.reports) == 7, (
+        "four runtimes and the kernels, the prepared model, and the kernels again"
+    )
     assert outcome.float_nodes == 0
     assert outcome.target == "bayes-e"
     exact = {value for name, value in outcome.accuracies.items() if name.startswith(("prepared", "integer", "ONNX"))}
