@@ -30,7 +30,7 @@ from fxquant.passes.rewriting import eliminate_dead, substitute
 from fxquant.pipeline import Context
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.prepared.stage import quantized_operator
-from fxquant.primitives import PRIMITIVES, ZeroPoint, elementwise
+from fxquant.primitives import PRIMITIVES, ZeroPoint, elementwise, loop
 from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.primitives.proof import Shapes
 from fxquant.primitives.varying import COUNTED
@@ -335,7 +335,7 @@ def find_kernels(gm: fx.GraphModule, context: Context) -> int:
     """Write the kernel and the other nodes that it computes on every node that a kernel matches."""
     changes = 0
     for node in gm.graph.nodes:
-        if node.op != "call_function" or facts.reads_sizes(node):
+        if node.op != "call_function" or (facts.reads_sizes(node) and node.target is not loop.stack):
             continue
         for kernel in context.kernels:
             match = kernel.match(node)

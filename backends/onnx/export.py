@@ -17,11 +17,9 @@ from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.runtime import open_file
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.ir import loops
 from fxquant.ops.core.form import INT16_OPSET
 from fxquant.prepared.stage import require_integer
-from fxquant.prepared.unrolled import unrolled
-from fxquant.primitives import PRIMITIVES
+from fxquant.prepared.unrolled import unrolled, with_integer_loops
 from fxquant.support import logger
 from fxquant.support.files import Content, write_files
 
@@ -123,9 +121,7 @@ def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.Mo
 
 
 def _exact(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
-    inside = (node for nodes in loops.bodies(integer.graph).values() for node in nodes)
-    whole = all(node.op == "get_attr" or node.target in PRIMITIVES or node.target is loops.end for node in inside)
-    return Writer(integer if whole else unrolled(integer), io, opset).write(*names)
+    return Writer(with_integer_loops(integer), io, opset).write(*names)
 
 
 def _fast(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:

@@ -69,6 +69,10 @@ def _random_bits(dtype: torch.dtype, sizes: Sequence[int], generator: torch.Gene
 def evaluate(model: fx.GraphModule, match: Match, inputs: dict[fx.Node, Tensor]) -> list[Tensor]:
     """Return the reference results: of the primitives that a kernel replaces, on these operands; the root's, then others that are read."""
     values: dict[fx.Node, Any] = dict(inputs)
+    for item in (node for node in match.covers if node.target is loop.item):
+        sequence, frame, dim, _ = item.args
+        for size in (each for each in frame.all_input_nodes if each not in values):  # type: ignore[union-attr]
+            values[size] = inputs[sequence].shape[dim]  # type: ignore[index]
     with torch.no_grad():
         for node in loops.running(_between(match, values), values.__getitem__):
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)

@@ -364,7 +364,8 @@ def repeated(root: fx.Node) -> Matched:
             waiting += [operand for operand in node.all_input_nodes if operand.op != "get_attr"]
     computed = [node for node in body if node.op != "get_attr" and node.target is not loops.end]
     covers = (*reversed(first), *computed, *sorted(marks, key=order.__getitem__))
-    reads = tuple(dict.fromkeys(read for node in covers for read in node.all_input_nodes if read not in inside and read.op != "get_attr"))
+    outside = dict.fromkeys(read for node in covers for read in node.all_input_nodes if read not in inside and read.op != "get_attr")
+    reads = tuple(read for read in outside if isinstance(fact(read), TensorFact))
     unfit = next((read for read in reads if not known_tensor(read, *INTEGERS, ranks=range(1, 9))), None)
     if unfit is not None:
         return _lacking("read", unfit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
@@ -14,14 +15,20 @@ from fxquant.ir import loops
 from fxquant.ir.graph import TensorFact
 from fxquant.ir.integer import Operation, Reference, operation, origin, set_operation
 from fxquant.ir.model import replace_graph
-from fxquant.primitives import loop, shape
+from fxquant.ops.indexing.index import getitem
+from fxquant.ops.recurrent.loops import loop_carry, loop_item, loop_last, loop_stack, loop_state
+from fxquant.prepared.stage import require_integer
+from fxquant.primitives import PRIMITIVES, loop, shape
+from fxquant.support.arguments import checked, instance
 
 
+@checked(model=instance("an integer model", fx.GraphModule))
 def unrolled(model: fx.GraphModule) -> fx.GraphModule:
     """Return an integer model without loops, which computes the same bits; the model itself where it has none.
 
-    Raises ExportError if the number of steps varies.
+    Raises ConfigurationError for a model that is not an integer model, and ExportError if the number of steps varies.
     """
+    require_integer(model)
     bodies = loops.bodies(model.graph)
     if not bodies:
         return model
@@ -30,7 +37,7 @@ def unrolled(model: fx.GraphModule) -> fx.GraphModule:
     for node in model.graph.nodes:
         if node in bodies:
             written.steps(node)
-        elif node.target in (loop.stack, loop.last):
+        elif _mark(node) in (loop.stack, loop.last):
             written.result(node)
         elif node not in inside:
             written.nodes[node] = written.graph.node_copy(node, written.nodes.__getitem__)
@@ -38,6 +45,13 @@ def unrolled(model: fx.GraphModule) -> fx.GraphModule:
     replace_graph(result, written.graph)
     result.recompile()
     return result
+
+
+def with_integer_loops(model: fx.GraphModule) -> fx.GraphModule:
+    """Return an integer model, with its loops written out where they compute float values between layers quantized at run time."""
+    inside = (node for nodes in loops.bodies(model.graph).values() for node in nodes)
+    whole = all(node.op == "get_attr" or node.target in PRIMITIVES or node.target is loops.end for node in inside)
+    return model if whole else unrolled(model)
 
 
 class _Writing:
@@ -58,12 +72,13 @@ class _Writing:
         for step in range(1, count):
             names = {node.name: f"{node.name}_step_{step}" for node in self.bodies[start] if node.op != "get_attr"}
             for node in self.bodies[start]:
-                if node.target is loop.item:
+                mark = _mark(node)
+                if mark is loop.item:
                     self.nodes[node] = self.item(node, count, step, names[node.name])
-                elif node.target is loop.state:
+                elif mark is loop.state:
                     sequence, _, index = node.args
                     self.nodes[node] = carried[index][-1] if index in carried else self.nodes[sequence]  # type: ignore[index]
-                elif node.target is loop.carry:
+                elif mark is loop.carry:
                     carried.setdefault(node.args[2], []).append(self.nodes[node.args[0]])  # type: ignore[arg-type,index]
                 elif node.target is not loops.end and (node.op != "get_attr" or node not in self.nodes):
                     self.nodes[node] = self.copy(node, names)
@@ -88,10 +103,12 @@ class _Writing:
         sequence, _, dim, backwards = node.args
         source, place = self.nodes[sequence], count - 1 - step if backwards else step  # type: ignore[index]
         sizes = facts.shape_of(source)
+        index = [place if each == dim else slice(None) for each in range(len(sizes))]
+        if node.target is loop_item:  # of float values
+            return self.call(node, getitem, (source, index), facts.shape_of(node), name)
         part = self.call(node, shape.crop, (source, [dim], [place], [place + 1], [1]), _with(sizes, dim, 1), f"{name}_crop")
         part.meta["origin"] = name
         taken = self.reshaped(node, part, facts.shape_of(node), name)
-        index = [place if each == dim else slice(None) for each in range(len(sizes))]
         set_operation(taken, Operation("getitem", {"input": Reference(source.name), "index": index}, {}))
         return taken
 
@@ -99,10 +116,14 @@ class _Writing:
         """Write the result of a loop: the state of its last step, or of all steps."""
         first, start, index = node.args[:3]
         every = [self.nodes[first], *self.carried[start].get(index, [])]  # type: ignore[index,arg-type]
-        if node.target is loop.last:
-            self.nodes[node] = self.reshaped(node, every[-1], facts.shape_of(node), node.name)
+        if _mark(node) is loop.last:
+            self.nodes[node] = self.reshaped(node, every[-1], facts.shape_of(node), node.name) if node.target is loop.last else every[-1]
             return
         dim, backwards = node.args[3], node.args[5]
+        if node.target is loop_stack:  # of float values
+            steps = every[::-1] if backwards else every
+            self.nodes[node] = self.call(node, torch.stack, (steps, dim), facts.shape_of(node), node.name)
+            return
         parts = [
             self.reshaped(node, each, _with(facts.shape_of(node), dim, 1), f"{node.name}_reshape_{number}")
             for number, each in enumerate(reversed(every) if backwards else every)
@@ -124,6 +145,20 @@ class _Writing:
         added.meta.pop("operation", None)
         facts.set_fact(added, TensorFact(tuple(sizes), facts.fact(node).dtype))
         return added
+
+
+def _mark(node: fx.Node) -> Any:
+    """Return the primitive that a node calls between a loop's steps and the tensors around it, also of float values; or its own target."""
+    return _OF_OPERATORS.get(node.target, node.target)
+
+
+_OF_OPERATORS: dict[Any, Any] = {
+    loop_item: loop.item,
+    loop_state: loop.state,
+    loop_carry: loop.carry,
+    loop_last: loop.last,
+    loop_stack: loop.stack,
+}
 
 
 def _with(sizes: Any, dim: Any, size: int) -> tuple[Any, ...]:

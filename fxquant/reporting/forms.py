@@ -29,6 +29,7 @@ from fxquant.options import Options
 from fxquant.prepared.batches import as_batches, bad_batch, example_inputs, length, model_inputs
 from fxquant.prepared.operators import quantized_operators
 from fxquant.prepared.stage import called
+from fxquant.prepared.unrolled import with_integer_loops
 from fxquant.quantization.spec import State
 from fxquant.serialization import load_file
 from fxquant.support.arguments import PATH, accepted, checked
@@ -392,6 +393,7 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
         from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
 
         opened = OnnxModel(accepted("verify", "path", second, PATH))
+        left = exact_form(with_integer_loops(first)) if is_deployed(first) else left
         check_same_model(left, opened)
         mine = left.model.meta["target"].name
         targets = (mine, opened.target) if opened.target not in (mine, "") else None

@@ -1,0 +1,171 @@
+"""Recurrent layers as loops: the bits of all forms at every length, graphs that do not grow with the steps, training, files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import fxquant as fxq
+from fxquant.accuracy.walk import Walk
+from fxquant.errors import ExportError
+from fxquant.ir import loops
+from fxquant.ir.graph import fact
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from tests.shared.contract import all_equal, assert_train_is_validate
+from tests.shared.networks import Network
+
+STEPS: Any = ({0: Dim("batch"), 1: Dim("steps", max=40)},)
+LENGTHS = [(4, 7), (1, 1), (2, 2), (5, 40), (3, 13)]
+# A function of the layer and its input, and the layer.
+LAYERS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[], nn.Module]]] = {
+    "lstm": (lambda m, x: m.layer(x), lambda: nn.LSTM(6, 8, batch_first=True)),
+    "stacked": (lambda m, x: m.layer(x)[0], lambda: nn.LSTM(6, 8, 2, bidirectional=True, batch_first=True)),
+    "projected": (lambda m, x: m.layer(x)[0], lambda: nn.LSTM(6, 8, proj_size=5, bias=False, batch_first=True)),
+    "gru": (lambda m, x: m.layer(x), lambda: nn.GRU(6, 8, bidirectional=True, batch_first=True)),
+    "tanh": (lambda m, x: m.layer(x)[0], lambda: nn.RNN(6, 8, batch_first=True)),
+    "relu": (lambda m, x: m.layer(x)[0], lambda: nn.RNN(6, 8, nonlinearity="relu", batch_first=True)),
+    "state": (lambda m, x: m.layer(x, x.mean(1)[None] * 0.5)[0], lambda: nn.GRU(6, 6, batch_first=True)),
+    "last": (lambda m, x: m.layer(x)[1], lambda: nn.GRU(6, 8, batch_first=True)),
+}
+
+
+def network(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    forward, layer = LAYERS[name]
+    return Network(forward, layer=layer()).eval()
+
+
+def sequences(batch: int, steps: int) -> Tensor:
+    return torch.randn(batch, steps, 6, generator=torch.Generator().manual_seed(steps))
+
+
+def compiled(name: str, target: str, dynamic_shapes: Any = None, steps: int = 7) -> tuple[Any, Any]:
+    prepared = fxq.prepare(network(name), sequences(4, steps), target=target, options=fxq.Options(dynamic_shapes=dynamic_shapes))
+    fxq.calibrate(prepared, [sequences(4, steps), sequences(2, steps)])
+    return prepared, fxq.convert(prepared)
+
+
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "nash-e", "x86"])
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_one_model_and_one_file_have_equal_bits_at_every_length(name: str, target: str, tmp_path: Path) -> None:
+    prepared, integer = compiled(name, target, STEPS)
+    assert loops.bodies(integer.graph)
+    file = fxq.export_onnx(integer, tmp_path / "model.onnx", style="exact")
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    for batch, steps in LENGTHS:
+        x = sequences(batch, steps)
+        result = integer(x)
+        assert all_equal(prepared(x), result)
+        assert all_equal([torch.from_numpy(each) for each in session.run(None, {session.get_inputs()[0].name: x.numpy()})], result)
+        assert all_equal(integer(x), result), "by its kernels"
+        one_size = fxq.at_sizes(integer, x)
+        assert all_equal(one_size(x), result)
+        assert all_equal(fxq.export.unrolled(one_size)(x), result)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_forms_without_loops_write_the_steps_out(name: str, target: str, tmp_path: Path) -> None:
+    _, integer = compiled(name, target, steps=4)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "exact.onnx", style="exact"), [(sequences(3, 4),)])
+    flat = fxq.export.unrolled(integer)
+    assert not loops.bodies(flat.graph)
+    assert all_equal(flat(sequences(3, 4)), integer(sequences(3, 4)))
+    fxq.export.export_c(integer, tmp_path / "model.c", batch_size=2)
+    fxq.export_onnx(integer, tmp_path / "qdq.onnx", style="qdq", opset=21)
+    model = onnx.load(str(tmp_path / "qdq.onnx"))
+    assert "Loop" not in {node.op_type for node in model.graph.node}
+
+
+def test_a_number_of_steps_that_varies_is_not_written_out() -> None:
+    _, integer = compiled("lstm", "bayes-e", STEPS)
+    with pytest.raises(ExportError, match="at_sizes"):
+        fxq.export.unrolled(integer)
+
+
+def test_nothing_grows_with_the_steps(tmp_path: Path) -> None:
+    """The graphs of 5 and of 50 steps have equal nodes, and their files differ by the number of steps alone."""
+    models = [compiled("lstm", "x86", steps=steps) for steps in (5, 50)]
+    for short, long in zip(*models, strict=True):
+        assert [node.name for node in short.graph.nodes] == [node.name for node in long.graph.nodes]
+    files = [fxq.export_onnx(integer, tmp_path / f"{index}.onnx", style="exact") for index, (_, integer) in enumerate(models)]
+    assert abs(files[0].stat().st_size - files[1].stat().st_size) < 64
+    assert [node.op_type for node in onnx.load(str(files[0])).graph.node].count("Loop") == 1
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_calibration_takes_as_many_passes_whatever_the_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operator outside of the loop is called equally often, and each one in it once for each further step."""
+    counts: list[dict[str, int]] = []
+    forward = QuantizedOperator.forward
+
+    def counted(self: QuantizedOperator, *args: Any, **kwargs: Any) -> Tensor:
+        counts[-1][self.name] = counts[-1].get(self.name, 0) + 1
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(QuantizedOperator, "forward", counted)
+    for steps in (4, 10):
+        counts.append({})
+        prepared, _ = compiled(name, "bayes-e", steps=steps)
+    inside = {node.name for nodes in loops.bodies(prepared.graph).values() for node in nodes}
+    outside = counts[0].keys() - inside
+    assert {each: counts[0][each] for each in outside} == {each: counts[1][each] for each in outside}
+    assert all(counts[0][each] * 9 == counts[1][each] * 3 for each in counts[0].keys() & inside)
+    assert max(counts[0][each] for each in outside) <= 10 * 2, "ten passes of two batches"
+
+
+def test_a_walk_has_the_values_of_all_steps() -> None:
+    prepared, _ = compiled("lstm", "bayes-e")
+    operators = quantized_operators(prepared)
+    (nodes,) = loops.bodies(prepared.graph).values()
+    linear = next(node for node in nodes if node.op == "call_module" and operators[node.name].operator.name == "linear")
+    (values,) = Walk(prepared, [[sequences(4, 7)]], exact=True).at([linear])
+    assert values[linear].shape == (4 * 6, fact(linear).shape[-1])
+    recorded = next(iter(fxq.inspect.record(prepared, [sequences(4, 7)], [linear.name], real=True, state="validate")))
+    assert torch.equal(recorded[linear.name], values[linear])
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+def test_a_loop_trains(target: str) -> None:
+    torch.manual_seed(0)
+    head = Network(lambda m, x: m.head(m.layer(x)[0][:, -1]), layer=nn.LSTM(6, 12, batch_first=True), head=nn.Linear(12, 1))
+    prepared = fxq.prepare(head, sequences(4, 6), target=target, options=fxq.Options(dynamic_shapes=STEPS))
+    fxq.calibrate(prepared, [sequences(16, 6)])
+    fxq.set_state(prepared, "train")
+    prepared.train()
+    optimizer, losses = torch.optim.Adam(prepared.parameters(), 1e-2), []
+    for step in range(30):
+        x = sequences(16, 4 + step % 3)
+        loss = (prepared(x) - x[..., :1].sum(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert sum(losses[-6:]) < 0.5 * sum(losses[:6])
+    assert_train_is_validate(prepared, sequences(3, 9))
+
+
+def test_a_loop_quantized_at_run_time_is_written_out_in_files(tmp_path: Path) -> None:
+    integer = fxq.convert(fxq.prepare(network("gru"), sequences(4, 5), target="x86", qconfig=fxq.QConfigMapping(fxq.QConfig(dynamic=True))))
+    assert loops.bodies(integer.graph)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "dynamic.onnx"), [(sequences(4, 5),)])
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_file_keeps_its_loops(stage: int, tmp_path: Path) -> None:
+    models = compiled("lstm", "bayes-e", STEPS)
+    fxq.save(models[stage], tmp_path / "model.fxq")
+    loaded = fxq.load(tmp_path / "model.fxq")
+    assert len(loops.bodies(loaded.graph)) == 1
+    for batch, steps in LENGTHS[:3]:
+        assert all_equal(loaded(sequences(batch, steps)), models[stage](sequences(batch, steps)))
