@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import is_parameter
+from fxquant.ir.graph import Size, TensorFact, fact, is_parameter, resolve
 from fxquant.lowering.lowering import Clamp, Epilogue, Lift, Lowering, Quantized, ResidualFactor, named_parameters
 from fxquant.numerics import grids
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32, SMALLEST_SCALE, WEIGHT_INT8, Grid, Ratio, accumulator_bound, power_of_two
 from fxquant.numerics.rounding import clamped, straight_through
-from fxquant.ops.core.declare import shape_of as shape_of
 from fxquant.ops.core.sums import lower_add
 from fxquant.primitives import accumulate, elementwise, product
 from fxquant.primitives.arithmetic import LAYER, WIDE_LAYER
@@ -514,6 +513,15 @@ def by_whole_slope(lowering: Lowering, input: Quantized, slopes: Tensor, clamp: 
     if clamp is None or clamp == (None, None) or lowering.bounds(clamp, to) == to.grid.bounds:
         return moved
     return lowering.holds(lowering.call(elementwise.clamp, moved, *lowering.bounds(clamp, to)), to.grid)
+
+
+def shape_of(value: Any) -> tuple[Size, ...] | None:
+    """Return the shape of an argument: a parameter's own, or the traced one; None if it is not a tensor."""
+    if isinstance(value, fx.Node) and value.op == "get_attr" and value.graph.owning_module is not None:
+        parameter = resolve(value.graph.owning_module, str(value.target))
+        return tuple(parameter.shape) if isinstance(parameter, Tensor) else None
+    value_fact = fact(value) if isinstance(value, fx.Node) else None
+    return value_fact.shape if isinstance(value_fact, TensorFact) else None
 
 
 # ---- Functions of parameters that passes and remedies compute: a graph may call them, and a file may name them -------
