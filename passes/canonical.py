@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fxquant import ops
 from fxquant.ir import graph as facts
@@ -306,6 +307,8 @@ def _recognise_module(node: fx.Node, module: nn.Module) -> tuple[Operator, dict[
     if type(module) not in MODULES:
         return None
     operator, extract = MODULES[type(module)]
+    if isinstance(module, _InstanceNorm) and len(facts.shape_of(node.all_input_nodes[0])) == module._get_no_batch_dim():  # type: ignore[no-untyped-call]
+        return operator, "its input has no batch dimension"
     arguments = extract(module)
     if isinstance(arguments, Instead):
         operator, arguments = OPERATORS[arguments.function], arguments.arguments

@@ -120,6 +120,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
         "the size of its input or output depends on the batch size", lambda m, x: F.interpolate(x.transpose(0, 2), scale_factor=2)
     ),
     "a pool of maps without channels": ("its input has no batch dimension", lambda m, x: F.max_pool2d(x.mean(1), 2)),
+    "a norm of the maps of one sample": ("its input has no batch dimension", lambda m, x: m.maps(x[0])),
     "list of the batch": ("it indexes the batch by a list", lambda m, x: x[[0, 1]]),
     "roll of the batch": ("it rolls along the batch", lambda m, x: x.roll(1, 0)),
     "flip of the batch": ("it reverses the batch", lambda m, x: x.flip(0)),
@@ -149,6 +150,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
 def test_what_has_no_integer_form_stays_in_float_and_says_why(name: str) -> None:
     reason, function = REFUSED[name]
     members = {"layer": nn.Conv2d(3, 3, 1), "norm": nn.BatchNorm2d(3, track_running_stats=False), "slopes": nn.Parameter(torch.randn(3))}
+    members["maps"] = nn.InstanceNorm2d(3)
     model = Network(lambda m, x: function(m, m.layer(x)), **members).eval()
     images = torch.randn(4, 3, 6, 6)
     prepared, integer = compiled(model, [images])
