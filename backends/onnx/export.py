@@ -17,6 +17,7 @@ from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.runtime import open_file
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
+from fxquant.ir.loops import bodies
 from fxquant.ops.core.form import INT16_OPSET
 from fxquant.prepared.stage import require_integer
 from fxquant.prepared.unrolled import unrolled, with_integer_loops
@@ -108,12 +109,17 @@ class Style:
     opened: float = math.inf  # the opset from which on a file is opened in onnxruntime before it appears, also without float operators
 
 
+def written_out(integer: fx.GraphModule) -> fx.GraphModule:
+    """Return the model without loops, for the styles that have none."""
+    return unrolled(integer) if bodies(integer.graph) else integer
+
+
 def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
     model, quicker = None, ", which runs anywhere; onnxruntime runs 'fast' faster on processors with VNNI"
     if has_kernels(integer):
         quicker = ""
         try:
-            model = write_fast(unrolled(integer), io, opset, names, plain=True)
+            model = write_fast(written_out(integer), io, opset, names, plain=True)
         except ExportError as error:  # the model differs as a whole, or nothing can be written, which the exact style reports as well
             logger.warning("style 'auto': 'fast' cannot be used: %s", error.because)
     logger.info("style 'auto': written in style '%s'%s", "exact" if model is None else "fast", quicker)
@@ -121,17 +127,17 @@ def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.Mo
 
 
 def _exact(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
-    return Writer(with_integer_loops(integer), io, opset).write(*names)
+    return Writer(with_integer_loops(integer) if bodies(integer.graph) else integer, io, opset).write(*names)
 
 
 def _fast(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
-    model = write_fast(unrolled(integer), io, opset, names)
+    model = write_fast(written_out(integer), io, opset, names)
     assert model is not None
     return model
 
 
 def _qdq(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
-    writer = QdqWriter(unrolled(integer), io, opset)
+    writer = QdqWriter(written_out(integer), io, opset)
     if writer.in_floats:
         logger.warning(
             "int16 tensors that opset %d has no integers for: %d, %s; they are rounded by Div, Round, Clip and Mul,"

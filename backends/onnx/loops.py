@@ -53,8 +53,8 @@ class Loop:
 
     def close(self, info: Info) -> None:
         """Append the Loop to the nodes before it."""
-        marks = [user for user in self.start.users if user.target in (loop.last, loop.stack)]
-        last, every = (sorted({mark.args[2] for mark in marks if mark.target is target}) for target in (loop.last, loop.stack))  # type: ignore[type-var]
+        last: list[Any] = sorted({user.args[2] for user in self.start.users if user.target is loop.last})
+        every: list[Any] = sorted({user.args[2] for user in self.start.users if user.target is loop.stack})
         shapes = self.shapes
         e, states = self.emitter, sorted(self.first)
         e.scope = self.name

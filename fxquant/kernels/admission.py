@@ -85,7 +85,7 @@ def _between(match: Match, sources: Iterable[fx.Node]) -> Sequence[fx.Node]:
     if "loop" not in match.parts:
         return in_order(sources, match.root, *match.results)
     constants = dict.fromkeys(read for node in match.covers for read in node.all_input_nodes if read.op == "get_attr")
-    marks = [node for node in match.covers if node.target in (loop.stack, loop.last)]
+    marks = [node for node in match.covers if role_of(node.target) is Role.LEAVING]
     return [*constants, *match.parts["nodes"], *(node for node in match.parts["loop"] if node.op != "get_attr"), *marks]
 
 

@@ -339,17 +339,16 @@ def recurrence(root: fx.Node) -> Matched:
 
 def repeated(root: fx.Node) -> Matched:
     """Match a loop of row-wise primitives, with its first step. The root is the first node that reads what the loop carried."""
-    if root.target not in (loop.stack, loop.last):
+    if role_of(root.target) is not Role.LEAVING:
         return None
     frame: Any = root.args[1]
-    marks = [user for user in frame.users if user.target in (loop.stack, loop.last)]
+    marks = [user for user in frame.users if role_of(user.target) is Role.LEAVING]
     order = {node: index for index, node in enumerate(root.graph.nodes)}
     if root is not min(marks, key=order.__getitem__):
         return None
     body = loops.body(frame)
-    unfit = next(
-        (node for node in body if not (node.target in _LOOPED or node.op == "get_attr" or _is_product(node) or _is_row_step(node))), None
-    )
+    computing = (node for node in body if node.op != "get_attr" and node.target is not loops.end and role_of(node.target) is not Role.LOOP)
+    unfit = next((node for node in computing if not _is_product(node) and not _is_row_step(node)), None)
     if unfit is not None:
         return f"%{unfit.name} is not computed row by row"
     inside, first = {frame, *body, *marks}, list[fx.Node]()
@@ -371,9 +370,6 @@ def repeated(root: fx.Node) -> Matched:
         return _lacking("read", unfit)
     results = tuple(mark for mark in covers[-len(marks) :] if mark is not root)
     return Match(root, covers, reads, {"nodes": tuple(reversed(first)), "loop": (frame, *body)}, results)
-
-
-_LOOPED = (loop.item, loop.state, loop.carry, loops.end)
 
 
 def _joins(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from fxquant.ir.model import replace_graph
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.recurrent.loops import loop_carry, loop_item, loop_last, loop_stack, loop_state
 from fxquant.prepared.stage import require_integer
-from fxquant.primitives import PRIMITIVES, loop, shape
+from fxquant.primitives import PRIMITIVES, Role, loop, role_of, shape
 from fxquant.support.arguments import checked, instance
 
 
@@ -37,7 +37,7 @@ def unrolled(model: fx.GraphModule) -> fx.GraphModule:
     for node in model.graph.nodes:
         if node in bodies:
             written.steps(node)
-        elif _mark(node) in (loop.stack, loop.last):
+        elif role_of(_mark(node)) is Role.LEAVING:
             written.result(node)
         elif node not in inside:
             written.nodes[node] = written.graph.node_copy(node, written.nodes.__getitem__)

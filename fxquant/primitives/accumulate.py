@@ -16,8 +16,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.numerics.grids import FLOAT32_EXACT, accumulator_bound, power_of_two
-from fxquant.primitives.ranges import FLOAT64_EXACT, Range, Value, constant_of, exact_below, need, sum_of_products, within
-from fxquant.primitives.record import Emitter, Role, full_precision, primitive, stored
+from fxquant.primitives.record import (
+    FLOAT64_EXACT,
+    Emitter,
+    Range,
+    Role,
+    Value,
+    constant_of,
+    exact_below,
+    full_precision,
+    need,
+    primitive,
+    stored,
+    sum_of_products,
+    within,
+)
 
 DEQUANTIZES = 19  # the opset from which on ONNX's own evaluator has DequantizeLinear of int8
 CHANNELS_TOGETHER = 16  # runtimes have their quickest kernels for multiples of it

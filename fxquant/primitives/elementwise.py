@@ -7,8 +7,7 @@ from torch import Tensor
 
 from fxquant.numerics.grids import FLOAT32_EXACT, power_of_two
 from fxquant.numerics.rounding import clamped
-from fxquant.primitives.ranges import Range, Value, constant_of, exact_below, multipliers, need, within
-from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive
+from fxquant.primitives.record import Emitter, Range, Role, Value, ZeroPoint, constant_of, exact_below, multipliers, need, primitive, within
 from fxquant.primitives.shape import named, one_node
 from fxquant.primitives.steps import MOST_REAL, Op, Writer, binary
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.loops import Frame
-from fxquant.primitives.ranges import Range, Value, union
-from fxquant.primitives.record import Role, ZeroPoint, primitive
+from fxquant.primitives.record import Range, Role, Value, ZeroPoint, primitive, union
 
 
 def _bounds(input: Value, **_: Any) -> Range:
@@ -16,9 +15,9 @@ def _bounds(input: Value, **_: Any) -> Range:
     return Range(dtype.min, dtype.max)
 
 
-_MOVEMENT: dict[str, Any] = {"role": Role.MOVEMENT, "zero_point": ZeroPoint.EQUIVARIANT}
-_CARRIED = {"bounds": _bounds, **_MOVEMENT}
-_MOVED = {"bounds": lambda input, **_: union(input), **_MOVEMENT}
+_MOVED: dict[str, Any] = {"bounds": lambda input, **_: union(input), "role": Role.LOOP, "zero_point": ZeroPoint.EQUIVARIANT}
+_CARRIED: dict[str, Any] = {**_MOVED, "bounds": _bounds}
+_LEAVING: dict[str, Any] = {**_CARRIED, "role": Role.LEAVING}
 
 
 @primitive(lambda e, input, frame, dim, backwards: e.node("Gather", input, frame.place(e, backwards), axis=dim), **_MOVED)
@@ -44,13 +43,13 @@ def carry(input: Tensor, frame: Frame | None, index: int) -> Tensor:
     return input
 
 
-@primitive(lambda e, input, frame, index: frame.last(e, index), **_CARRIED)
+@primitive(lambda e, input, frame, index: frame.last(e, index), **_LEAVING)
 def last(input: Tensor, frame: Frame | None, index: int) -> Tensor:
     """Return what the last step carried at position `index`; without further steps `input`, of the first."""
     return state(input, frame, index)
 
 
-@primitive(lambda e, input, frame, index, dim, count, backwards: frame.stacked(e, index, dim, backwards), **_CARRIED)
+@primitive(lambda e, input, frame, index, dim, count, backwards: frame.stacked(e, index, dim, backwards), **_LEAVING)
 def stack(input: Tensor, frame: Frame | None, index: int, dim: int, count: int, backwards: bool) -> Tensor:
     """Return what all `count` steps carried at position `index`, the first of which gave `input`, stacked along `dim`."""
     if frame is None:

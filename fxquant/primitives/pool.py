@@ -9,8 +9,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.primitives.accumulate import onnx_split, window_padding
-from fxquant.primitives.ranges import FLOAT64_EXACT, Range, Value, constant_of, exact_below, need, within
-from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive, stored
+from fxquant.primitives.record import (
+    FLOAT64_EXACT,
+    Emitter,
+    Range,
+    Role,
+    Value,
+    ZeroPoint,
+    constant_of,
+    exact_below,
+    need,
+    primitive,
+    stored,
+    within,
+)
 from fxquant.primitives.steps import Op, over_rows
 
 POOLED_EXACT = 2**22  # sums over windows stay below, so that ONNX can recover them from a float32 mean

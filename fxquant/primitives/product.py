@@ -9,8 +9,22 @@ from torch import Tensor
 
 from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.primitives.accumulate import accumulated, onnx_double, per_channel
-from fxquant.primitives.ranges import FLOAT64_EXACT, Range, Value, constant_of, exact_below, sum_of_products, union, within
-from fxquant.primitives.record import Emitter, Role, ZeroPoint, full_precision, primitive, stored
+from fxquant.primitives.record import (
+    FLOAT64_EXACT,
+    Emitter,
+    Range,
+    Role,
+    Value,
+    ZeroPoint,
+    constant_of,
+    exact_below,
+    full_precision,
+    primitive,
+    stored,
+    sum_of_products,
+    union,
+    within,
+)
 from fxquant.primitives.shape import named, one_node
 from fxquant.primitives.steps import Op, Writer, binary
 

@@ -17,7 +17,7 @@ from fxquant.ir.integer import QParams, noted, origin, qparams, zero_point
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, INT48_MAX, PLAIN_TYPES, bits_of
 from fxquant.primitives import PRIMITIVES, Role, elementwise, quantization, role_of
 from fxquant.primitives.arithmetic import Arithmetic
-from fxquant.primitives.ranges import Value, as_double, constant_of, need, refuse
+from fxquant.primitives.record import Value, as_double, constant_of, need, refuse
 
 
 class Shapes:

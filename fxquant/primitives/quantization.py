@@ -13,8 +13,21 @@ from torch import Tensor
 from fxquant.numerics.grids import BOUNDARY_LIMIT, FLOAT32_EXACT, is_scale, power_of_two, quantized_value
 from fxquant.numerics.rounding import clamped
 from fxquant.primitives.accumulate import DEQUANTIZES
-from fxquant.primitives.ranges import FLOAT64_EXACT, Range, Value, constant_of, multipliers, need, stored_limits, within
-from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive, stored
+from fxquant.primitives.record import (
+    FLOAT64_EXACT,
+    Emitter,
+    Range,
+    Role,
+    Value,
+    ZeroPoint,
+    constant_of,
+    multipliers,
+    need,
+    primitive,
+    stored,
+    stored_limits,
+    within,
+)
 from fxquant.primitives.shape import one_node
 from fxquant.primitives.steps import Op, Writer
 

@@ -7,8 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.primitives.ranges import Range, Value, constant_of, exact_below, need, within
-from fxquant.primitives.record import Emitter, ZeroPoint, full_precision, primitive, stored
+from fxquant.primitives.record import (
+    Emitter,
+    Range,
+    Value,
+    ZeroPoint,
+    constant_of,
+    exact_below,
+    full_precision,
+    need,
+    primitive,
+    stored,
+    within,
+)
 
 
 def _onnx_resize_linear(

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, LARGEST_DYNAMIC, SMALLEST_DYNAMIC, UINT8, accumulator_bound
-from fxquant.primitives.ranges import Range, Value, constant_of, need, within
-from fxquant.primitives.record import Emitter, full_precision, primitive
+from fxquant.primitives.record import Emitter, Range, Value, constant_of, full_precision, need, primitive, within
 
 MAGNITUDE = UINT8.high  # of the operand's centred integers: 255 where the zero point is 0 or 255
 

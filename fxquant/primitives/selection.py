@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant.primitives.ranges import BOOLEAN, Range, Value, exact_below, need, union, within
-from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive
+from fxquant.primitives.record import BOOLEAN, Emitter, Range, Role, Value, ZeroPoint, exact_below, need, primitive, union, within
 from fxquant.primitives.shape import named, one_node
 from fxquant.primitives.steps import Op, Writer, over_rows
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.primitives.ranges import Range, Value, constant_of, need, union
-from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive
+from fxquant.primitives.record import Emitter, Range, Role, Value, ZeroPoint, constant_of, need, primitive, union
 
 
 def named(e: Emitter, value: str | Tensor) -> str:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fxquant.primitives import elementwise, quantization
-from fxquant.primitives.ranges import Range, Value, constant_of, exact_below, need, union, within
-from fxquant.primitives.record import PRIMITIVES, Emitter, ZeroPoint, primitive
+from fxquant.primitives.record import PRIMITIVES, Emitter, Range, Value, ZeroPoint, constant_of, exact_below, need, primitive, union, within
 from fxquant.primitives.resize import resize_linear
 from fxquant.primitives.shape import select
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fxquant.primitives.ranges import Range, Value, need
-from fxquant.primitives.record import Emitter, primitive
+from fxquant.primitives.record import Emitter, Range, Value, need, primitive
 from fxquant.primitives.selection import onnx_reduced
 from fxquant.primitives.shape import named
 

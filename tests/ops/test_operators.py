@@ -200,6 +200,7 @@ def real_of(integer: fx.GraphModule, values: dict[str, Tensor], name: str) -> Te
 
 # ---- the table is complete ----------------------------------------------------------------------------------------------
 UNSAMPLED = {
+    **{f"loop_{mark}": "recurrent layers are written in it" for mark in ("item", "state", "carry", "last", "stack")},
     "quantize": "every model has it",
     "dequantize": "every model has it",
     "requantize": "passes insert it",

@@ -16,7 +16,7 @@ from fxquant.ir.graph import BatchDim, TensorFact, annotation
 from fxquant.ir.integer import qparams
 from fxquant.ops.sampling.resize import _nearest, _neighbours, _weights
 from fxquant.primitives import PRIMITIVES, selection
-from fxquant.primitives.ranges import Unproved, Value
+from fxquant.primitives.record import Unproved, Value
 from tests.shared import contract
 from tests.shared.contract import TARGETS
 from tests.shared.networks import Network, members, sqnr

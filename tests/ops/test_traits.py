@@ -406,4 +406,8 @@ def untrue(record: Primitive) -> Iterator[str]:
 
 
 def test_primitives_are_what_their_records_say() -> None:
-    assert {record.name: result for record in PRIMITIVES.values() if (result := list(untrue(record)))} == {}
+    assert {
+        record.name: result
+        for record in PRIMITIVES.values()
+        if record.role not in (Role.LOOP, Role.LEAVING) and (result := list(untrue(record)))
+    } == {}

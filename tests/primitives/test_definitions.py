@@ -24,7 +24,7 @@ from fxquant.ir.graph import TensorFact
 from fxquant.numerics.grids import FLOAT32_EXACT, INT8, Ratio, real_multiplier
 from fxquant.ops.sampling import resize
 from fxquant.primitives import BY_NAME, PRIMITIVES
-from fxquant.primitives.ranges import FLOAT64_EXACT, Unproved, Value
+from fxquant.primitives.record import FLOAT64_EXACT, Unproved, Value
 from tests.shared import oracle
 from tests.shared.c_cases import Case, cases
 

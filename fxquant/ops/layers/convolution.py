@@ -252,7 +252,7 @@ def _padded(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
         kernel = shape_of(arguments["weight"])
         if kernel is None:
             return f"padding={padding!r} depends on its weight, which is not a tensor"
-        padding = _numbers(padding, [int(size) for size in kernel[2:]], arguments["dilation"])
+        padding = _numbers(padding, [int(size) for size in kernel[2:]], arguments["dilation"])  # type: ignore[arg-type]
     if not isinstance(padding, Margin):
         return {**arguments, "padding": padding}
     return {**arguments, "input": pad_before(node, arguments["input"], padding.around, padding.mode), "padding": 0}
