@@ -19,7 +19,7 @@ from fxquant.ir import loops
 from fxquant.ir.graph import fact, resolve
 from fxquant.ir.integer import qparams
 from fxquant.kernels.kernel import Built, ChannelsLast, Disagrees, Implementation, Match, NotApplicable, Site, grid, in_order
-from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, UINT8, IntType, accumulator_bound, power_of_two
+from fxquant.numerics.grids import ACTIVATION_TYPES, INT32, INT32_MAX, UINT8, IntType, accumulator_bound, power_of_two
 from fxquant.primitives import PRIMITIVES, Role, loop, quantization, role_of
 from fxquant.primitives.accumulate import swap_channels
 from fxquant.primitives.runtime_scales import dynamic_linear
@@ -131,6 +131,8 @@ def operands(site: Site, generator: torch.Generator) -> dict[fx.Node, Tensor]:
 
 def _accumulators(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
     """Draw accumulators of a proved range: some at its ends, others of every magnitude."""
+    if node not in site.forms.ranges:  # integers that the model takes
+        return whole_range(INT32, site.sizes[node], INT32.low, generator).to(fact(node).dtype)
     value = site.forms.ranges[node]
     part = torch.rand(site.sizes[node], generator=generator, device="cpu", dtype=torch.float64)
     scale = 2.0 ** (-40 * torch.rand(part.shape, generator=generator, device="cpu", dtype=torch.float64)).floor_()

@@ -260,6 +260,7 @@ ROWS = (
         scales=[[], ["other"]],
     ),
     row(fxq.export.export_c, path=["net.onnx", "net"]),
+    row(fxq.export.unrolled),
     row(
         segments_run,
         {"folder": lambda w: w.segments},

@@ -115,10 +115,10 @@ def Attention(self, x: Tensor) -> Tensor:
 
 MODELS: dict[str, tuple[Any, Tensor, int]] = {  # with how many dynamic layers
     "product": (product_model, drawn(4, 6), 3),
-    "lstm": (lambda: Sequence(nn.LSTM, num_layers=2, bidirectional=True), drawn(2, 3, 5), 13),
-    "projected": (lambda: Sequence(nn.LSTM, proj_size=2), drawn(2, 3, 5), 7),
-    "gru": (lambda: Sequence(nn.GRU), drawn(2, 3, 5), 4),
-    "rnn": (lambda: Sequence(nn.RNN, nonlinearity="relu"), drawn(2, 3, 5), 4),
+    "lstm": (lambda: Sequence(nn.LSTM, num_layers=2, bidirectional=True), drawn(2, 3, 5), 9),
+    "projected": (lambda: Sequence(nn.LSTM, proj_size=2), drawn(2, 3, 5), 5),
+    "gru": (lambda: Sequence(nn.GRU), drawn(2, 3, 5), 3),
+    "rnn": (lambda: Sequence(nn.RNN, nonlinearity="relu"), drawn(2, 3, 5), 3),
     "lstm cell": (lambda: cells(nn.LSTMCell), drawn(2, 2, 5), 3),
     "gru cell": (lambda: cells(nn.GRUCell), drawn(2, 2, 5), 3),
     "attention": (Attention, drawn(2, 4, 6), 4),
