@@ -257,7 +257,7 @@ def export_horizon(
 
 def refusals(integer: fx.GraphModule) -> list[ExportError]:
     """Return an error for each node of an integer model that the compiler would compute differently; `export_horizon` raises the first."""
-    errors = []
+    errors, integer = [], unrolled(integer)
     for node in integer.graph.nodes:
         try:
             _check_node(node)

@@ -137,7 +137,7 @@ def _fast(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.Mo
 
 
 def _qdq(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
-    writer = QdqWriter(written_out(integer), io, opset)
+    writer = QdqWriter(integer, io, opset)
     if writer.in_floats:
         logger.warning(
             "int16 tensors that opset %d has no integers for: %d, %s; they are rounded by Div, Round, Clip and Mul,"

@@ -22,6 +22,7 @@ from fxquant.ops import BY_NAME, Operator, Own
 from fxquant.ops.core.composite import DEQUANTIZE, QUANTIZE
 from fxquant.ops.core.form import INT16_OPSET, Call
 from fxquant.ops.movement.pad import pad
+from fxquant.prepared.unrolled import unrolled
 from fxquant.primitives import PRIMITIVES, Primitive, Role, role_of, shape
 from fxquant.primitives.quantization import as_float32, dequantize
 
@@ -33,6 +34,7 @@ class QdqWriter(Writer):
     calls = Call
 
     def __init__(self, integer: fx.GraphModule, io: str, opset: int) -> None:
+        integer = unrolled(integer)
         super().__init__(integer, io, opset)
         self.nodes = {node.name: node for node in integer.graph.nodes}
         self.operations = {node.name: described for node in integer.graph.nodes if (described := operation(node)) is not None}
