@@ -16,10 +16,11 @@ from torch import Tensor, fx
 
 from fxquant.errors import StageViolation
 from fxquant.ir import graph as facts
+from fxquant.ir import loops
 from fxquant.ir.functional import stopped
 from fxquant.ir.graph import POINTS, BatchDim, TensorFact, at_point
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, notes, qparams, set_kernel, set_operation, set_qparams, zero_point
-from fxquant.ir.model import CARRIED, free_name, replace_graph
+from fxquant.ir.model import CARRIED, Model, free_name, replace_graph
 from fxquant.lowering.lowering import Lowering, Place, Quantized, plainly
 from fxquant.numerics.grids import WEIGHT_INT8, Grid
 from fxquant.numerics.rounding import GradientRule
@@ -218,45 +219,79 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
     graph = fx.Graph()
     environment = Environment(graph)
     results: dict[fx.Node, Quantized] = {}  # of the nodes that hold quantized tensors
-    outputs: dict[fx.Node, Quantizer] = {}  # and their quantizers
     writing = Writing(gm, graph, context.target.arithmetic, free_name(gm, CONTAINER))
     changes = _forget_gradients(gm)
     with torch.no_grad():
         for node in gm.graph.nodes:
-            if facts.trains_only(node):
-                continue
-            module = quantized_operator(gm, node)
-            if module is None and operator_of(node) is not DEQUANTIZE:
-                if not facts.is_parameter(node):  # most parameters become constants and are read no more
-                    environment[node] = graph.node_copy(node, environment.__getitem__)
-                continue
-            operator = DEQUANTIZE if module is None else module.operator
-            if module is not None and not module.plain:
-                module.output.require()
-                outputs[node] = module.output
-            lowering = GraphLowering(writing, node, module, outputs.get(node.args[0] if module is None else node))
-            lowering.held = writing.held if module is not None and _repeats(node) else None
-            arguments = operator.bind_call(node.args, node.kwargs)
-            concrete = _concrete(gm, operator, arguments, environment, results)
-            if module is not None and module.factors is not None:
-                concrete = module.factors.of(operator, concrete)
-                if module.factors.description:
-                    lowering.note("equalized", module.factors.description)
-            if module is not None and module.weight_quantizer.description:
-                lowering.note("tuned", module.weight_quantizer.description)
-            result = operator.lower(lowering, **concrete)
-            if isinstance(result, Quantized) and module is not None and module.plain:
-                result = result.value
-            lowered = lowering.finish(result, lowering.operation(operator.name, _referring(arguments, environment)))
-            if isinstance(lowered, Quantized):
-                results[node] = lowered
-            environment[node] = lowered.value if isinstance(lowered, Quantized) else lowered
-            changes += 1
+            if not facts.trains_only(node):
+                changes += _lower_node(gm, node, writing, environment, results)
     # Parameters of the float model that were turned into constants are no longer read.
     eliminate_dead(graph.nodes, lambda node: facts.is_parameter(node) or (node.target in PRIMITIVES and not node.is_impure()))
     replace_graph(gm, graph)
     _drop_unused(gm, writing.container)
     return changes
+
+
+def _lower_node(gm: fx.GraphModule, node: fx.Node, writing: Writing, environment: Environment, results: dict[fx.Node, Quantized]) -> bool:
+    """Write the primitives of a quantized operator, or a copy of any other node; return whether it was an operator."""
+    module = quantized_operator(gm, node)
+    if module is None and operator_of(node) is not DEQUANTIZE:
+        if not facts.is_parameter(node):  # most parameters become constants and are read no more
+            environment[node] = writing.graph.node_copy(node, environment.__getitem__)
+        return False
+    operator = DEQUANTIZE if module is None else module.operator
+    if module is not None and not module.plain:
+        module.output.require()
+    whose = quantized_operator(gm, node.args[0]) if module is None else module  # type: ignore[arg-type]
+    lowering = GraphLowering(writing, node, module, None if whose is None or whose.plain else whose.output)
+    lowering.held = writing.held if module is not None and _repeats(node) else None
+    arguments = operator.bind_call(node.args, node.kwargs)
+    concrete = _concrete(gm, operator, arguments, environment, results)
+    if module is not None and module.factors is not None:
+        concrete = module.factors.of(operator, concrete)
+        if module.factors.description:
+            lowering.note("equalized", module.factors.description)
+    if module is not None and module.weight_quantizer.description:
+        lowering.note("tuned", module.weight_quantizer.description)
+    result = operator.lower(lowering, **concrete)
+    if isinstance(result, Quantized) and module is not None and module.plain:
+        result = result.value
+    lowered = lowering.finish(result, lowering.operation(operator.name, _referring(arguments, environment)))
+    if isinstance(lowered, Quantized):
+        results[node] = lowered
+    environment[node] = lowered.value if isinstance(lowered, Quantized) else lowered
+    return True
+
+
+@torch.no_grad()
+def loop_alone(gm: fx.GraphModule, start: fx.Node) -> fx.GraphModule:
+    """Return an integer model of a prepared model's loop alone, which takes the integers of what it reads, and the number of steps.
+
+    It returns what all steps carried at each position, stored integers of shape (steps, …).
+    """
+    graph, outside = fx.Graph(), [read for read in loops.reads(start) if not facts.is_parameter(read)]
+    model = Model(torch.nn.Module(), fx.Graph())
+    model.meta["target"] = gm.meta["target"]
+    environment, results = Environment(graph), dict[fx.Node, Quantized]()
+    writing = Writing(model, graph, gm.meta["target"].arithmetic, CONTAINER)
+    for read in outside:
+        grid = quantized_operator(gm, read).output.grid  # type: ignore[union-attr]
+        environment[read] = graph.placeholder(read.name)
+        facts.set_fact(environment[read], TensorFact(facts.shape_of(read), grid.type.storage))
+        set_qparams(environment[read], _described(grid))
+        results[read] = Quantized(environment[read], grid, facts.shape_of(read))
+    count = graph.placeholder("steps")
+    frame = environment[start] = graph.call_function(loops.begin, (count,))
+    for node in loops.body(start):
+        _lower_node(gm, node, writing, environment, results)
+    states = {state.args[2]: state for state in graph.nodes if state.target is loop.state}
+    every = [graph.call_function(loop.stack, (states[index].args[0], frame, index, 0, count, False)) for index in sorted(states)]
+    for index, stack in zip(sorted(states), every, strict=True):
+        facts.set_fact(stack, TensorFact((BatchDim(), *facts.shape_of(states[index])), facts.fact(states[index]).dtype))
+        set_qparams(stack, qparams(states[index]))  # type: ignore[arg-type]
+    graph.output(tuple(every))
+    replace_graph(model, graph)
+    return model
 
 
 def _forget_gradients(gm: fx.GraphModule) -> int:

@@ -8,7 +8,7 @@ where there is a compiler. `tensors` needs none: it computes by oneDNN's product
 
 from functools import partial
 
-from fxquant.backends.cpu import chains, compiled, tensors, training  # noqa: F401  # they register their kernels
+from fxquant.backends.cpu import chains, compiled, looping, tensors, training  # noqa: F401  # they register their kernels
 from fxquant.kernels import patterns
 from fxquant.kernels.kernel import Kernel
 from fxquant.primitives.arithmetic import RealArithmetic

@@ -472,8 +472,9 @@ class _Rows:
 
     def write(self, place: int | None, node: fx.Node, view: View, stride: View | None = None) -> None:
         assert place is not None
+        value = self.value(node)  # which may be read first
         self.moves.append((place, view, stride))
-        self.step(WRITE, 0, self.value(node), None, len(self.moves) - 1)
+        self.step(WRITE, 0, value, None, len(self.moves) - 1)
 
     def built(self, function: Any) -> Built:
         ranges = _ranges(self.site, self.writer)

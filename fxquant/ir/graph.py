@@ -547,6 +547,8 @@ class Code(CodeGen):
     def _gen_python_code(self, nodes: Any, root_module: str, *args: Any, **kwargs: Any) -> PythonCode:
         code = super()._gen_python_code(nodes, root_module, *args, **kwargs)
         code.src = _with_loops(code.src, nodes)
+        if f"    {_AT_ONCE}(" in code.src:
+            code.globals[_AT_ONCE] = loops.at_once
         for node in nodes:
             if node.op in ("call_module", "get_attr") and not _is_plain(str(node.target)):
                 expression = fx.graph._format_target(root_module, str(node.target))
@@ -558,6 +560,7 @@ class Code(CodeGen):
         return code
 
 
+_AT_ONCE = "_fxquant_at_once"
 _FREED = re.compile(r";  \w+ = (?:\w+ = )*None")  # values whose last reader has run
 
 
@@ -566,12 +569,16 @@ def _with_loops(source: str, nodes: Iterable[fx.Node]) -> str:
     starts, written, within = {f"{node!r}": node for node in nodes if node.target is loops.begin}, list[str](), ""
     if not starts:
         return source
-    ends = {f"{body[-1]!r}": f"{start!r}" for start in starts.values() for body in [loops.body(start)]}
+    bodies = {name: loops.body(start) for name, start in starts.items()}
+    ends = {f"{body[-1]!r}": name for name, body in bodies.items()}
     for line in source.split("\n"):
         name = line.strip().split(" ", 1)[0]
         written.append("    " + _FREED.sub("", line) if within else line)
         if name in starts:
             within = name
+            values = ", ".join(f"{each.name!r}: {each!r}" for each in loops.reads(starts[name]) if not is_parameter(each))
+            if any(node.op == "call_module" for node in bodies[name]):
+                written.append(f"    {_AT_ONCE}(self, {starts[name].name!r}, {name}, {{{values}}})")
             written.append(f"    while {name}.more():")
         elif ends.get(name) == within:
             within = ""

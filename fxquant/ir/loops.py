@@ -38,6 +38,15 @@ def begin(count: int) -> Frame:
     return Frame(count)
 
 
+AT_ONCE: list[Callable[..., None]] = []  # what runs a loop of a prepared model at once, where it can; backends offer it
+
+
+def at_once(model: Any, name: str, frame: Frame, values: dict[str, Any]) -> None:
+    """Let what is offered run the loop that `name` begins, on the values of the nodes that it reads: then no further step is left."""
+    for run in AT_ONCE:
+        run(model, name, frame, values)
+
+
 @fx.node.has_side_effect
 def end(frame: Frame) -> None:
     """Go on to the next step."""
@@ -53,6 +62,12 @@ def body(start: fx.Node) -> list[fx.Node]:
             break
         node = node.next
     return nodes
+
+
+def reads(start: fx.Node) -> list[fx.Node]:
+    """Return the nodes outside of a loop that its body reads, parameters among them."""
+    inside = {start, *body(start)}
+    return list(dict.fromkeys(each for node in body(start) for each in node.all_input_nodes if each not in inside))
 
 
 def bodies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
