@@ -17,13 +17,13 @@ from fxquant.ir.graph import BatchDim, Size, TensorFact, fact, is_parameter, res
 from fxquant.ops import OPERATORS
 from fxquant.ops.attention import attention, softmax
 from fxquant.ops.core.form import WHOLE_OPSET, Call
-from fxquant.ops.elementwise import activation, arithmetic, unary
+from fxquant.ops.elementwise import activation, arithmetic, comparison, unary
 from fxquant.ops.indexing import index
 from fxquant.ops.layers import linear
 from fxquant.ops.movement import repeating, shape
 from fxquant.ops.normalization import channels as layer_norm
 from fxquant.ops.pooling import totals
-from fxquant.ops.reduction import distance, extremum, progression
+from fxquant.ops.reduction import distance, progression
 from fxquant.prepared.copied import Step, steps_of
 from fxquant.primitives import PRIMITIVES
 from fxquant.support import declaring
@@ -313,8 +313,8 @@ RUNNING: dict[Any, Callable[..., Any]] = {
 }
 REDUCTIONS: dict[Any, Any] = {
     **dict.fromkeys((torch.mean, totals.mean, "mean"), torch.mean),
-    **dict.fromkeys((torch.amax, extremum.amax, "amax"), torch.amax),
-    **dict.fromkeys((torch.amin, extremum.amin, "amin"), torch.amin),
+    **dict.fromkeys((torch.amax, comparison.amax, "amax"), torch.amax),
+    **dict.fromkeys((torch.amin, comparison.amin, "amin"), torch.amin),
     **dict.fromkeys((torch.aminmax, "aminmax"), aminmax),
 }
 

@@ -14,13 +14,13 @@ from fxquant.ops.core.record import BY_NAME
 from fxquant.ops.core.weighted import channel_weight, sizes
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
+from fxquant.ops.elementwise.comparison import maximum
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.convolution import conv2d, conv_transpose2d
 from fxquant.ops.movement.pad import OUTSIDE, margins_of
 from fxquant.ops.movement.repeating import expand
 from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.ops.pooling.pool import avg_pool1d, avg_pool2d
-from fxquant.ops.reduction.extremum import maximum
 from fxquant.remedies.pooling import window
 from fxquant.remedies.rewriting import Rewriting, is_activation, remedy
 

@@ -8,6 +8,7 @@ from torch import fx
 from fxquant.ir.graph import Size, shape_of
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import add, mul
+from fxquant.ops.elementwise.comparison import amax
 from fxquant.ops.layers.convolution import conv2d
 from fxquant.ops.movement.pad import pad
 from fxquant.ops.movement.repeating import cat
@@ -15,7 +16,6 @@ from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.ops.pooling.pool import avg_pool2d, window_divisor
 from fxquant.ops.pooling.totals import adaptive_avg_pool2d, mean
 from fxquant.ops.pooling.totals import sum as total
-from fxquant.ops.reduction.extremum import amax
 from fxquant.remedies.rewriting import Rewriting, even, remedy
 
 LARGEST_KERNEL = 1024  # the largest mean that becomes a convolution with weights

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.backends.onnx import fast, fast_kernels, fast_parts
+from fxquant.backends.onnx import export, fast_kernels, fast_parts
 from fxquant.backends.onnx.fast_parts import exact_divisor, multiply
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
@@ -213,8 +213,8 @@ def test_a_word_among_the_arguments_may_be_the_name_of_a_value(tmp_path: Path) -
 def test_a_kernel_that_is_not_exact_here_is_written_as_in_style_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    honest = fast._kernel_is_exact
-    monkeypatch.setattr(fast, "_kernel_is_exact", lambda integer, node, *rest: node.name != "b" and honest(integer, node, *rest))
+    honest = export._kernel_is_exact
+    monkeypatch.setattr(export, "_kernel_is_exact", lambda integer, node, *rest: node.name != "b" and honest(integer, node, *rest))
     path = exported(two_sigmoids(), tmp_path / "model.onnx", style="fast")
     assert fxq.export.onnx_metadata(path)["kernels"] == {"integer": ["a"], "computed": ["sigmoid"], "refused": ["b"]}
     assert fxq.export.onnx_metadata(path)["session_options"] == PRECISE
@@ -225,10 +225,10 @@ def test_a_kernel_that_is_not_exact_here_is_written_as_in_style_exact(
 @needs_vnni
 def test_a_kernel_that_saturates_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     node = next(node for node in known("silu").graph.nodes if node.name == "b")
-    assert fast._kernel_is_exact(known("silu"), node, 21, {})
-    honest = fast._run
-    monkeypatch.setattr(fast, "_run", lambda *arguments: {name: value.clamp(max=254) for name, value in honest(*arguments).items()})
-    assert not fast._kernel_is_exact(known("silu"), node, 21, {})
+    assert export._kernel_is_exact(known("silu"), node, 21, {})
+    honest = export._run
+    monkeypatch.setattr(export, "_run", lambda *arguments: {name: value.clamp(max=254) for name, value in honest(*arguments).items()})
+    assert not export._kernel_is_exact(known("silu"), node, 21, {})
 
 
 def test_a_file_that_is_wrong_as_a_whole_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.backends.onnx import fast, fast_parts
+from fxquant.backends.onnx import export, fast_parts
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.ir.graph import resolve
 from fxquant.ir.integer import qparams
@@ -152,13 +152,13 @@ def lacking(by_name: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def run_otherwise(monkeypatch: pytest.MonkeyPatch, change: Changed) -> None:
     """Let the runtime change what single kernels compute."""
-    honest = fast._run
+    honest = export._run
 
     def otherwise(model: Any, *arguments: Any) -> dict[str, Tensor]:
         result = honest(model, *arguments)
         return change(result) if model.graph.name == "kernel" else result
 
-    monkeypatch.setattr(fast, "_run", otherwise)
+    monkeypatch.setattr(export, "_run", otherwise)
 
 
 @pytest.mark.parametrize("change", [pytest.param(saturating, marks=pytest.mark.disagrees), lacking])

@@ -68,7 +68,7 @@ SINGLE = {"passes"}  # packages whose modules import none of their own but what 
 SHARED = {"fxquant.passes.floating", "fxquant.passes.rewriting"}
 
 ONNX_WRITERS = {
-    "export", "fast", "fast_kernels", "float_export", "horizon", "loops", "metadata", "runtime", "writer",
+    "export", "fast_kernels", "float_export", "horizon", "loops", "metadata", "runtime", "writer",
 }  # fmt: skip
 # Packages from outside that only these modules may import, if any.
 CONFINED: dict[str, set[str]] = {

@@ -28,13 +28,12 @@ from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.record import OPERATORS, Same, calls, has_weights, operator_of, register
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
+from fxquant.ops.elementwise.comparison import amax, amin, minimum, where
 from fxquant.ops.elementwise.comparison import any as any_of
-from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.table import by_table
 from fxquant.ops.elementwise.whole import WHOLE
 from fxquant.ops.movement.shape import MANY_SIZES, identity, many_sizes, numbers, permute, rank_of, reshape
 from fxquant.ops.pooling.totals import sum
-from fxquant.ops.reduction.extremum import amax, amin, minimum
 from fxquant.ops.reduction.moments import over_dimensions, refuses_reduction
 
 HIDDEN = -64.0  # elements this far below the largest of their row have no weight: exp(-64) < 2^-92

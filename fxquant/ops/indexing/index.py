@@ -33,9 +33,9 @@ from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, p
 from fxquant.ops.core.record import Instead, Own, Plain, Same, Trait, operator_named
 from fxquant.ops.core.samples import ROUNDED, sampled
 from fxquant.ops.elementwise.arithmetic import mul
+from fxquant.ops.elementwise.comparison import amax
 from fxquant.ops.movement.shape import interleave, piece, pieces_of, rank_of, reshape, sizes_of
 from fxquant.ops.pooling import totals
-from fxquant.ops.reduction.extremum import amax
 from fxquant.primitives import selection, shape
 
 FOR_GRADIENTS = ("padding_idx", "scale_grad_by_freq", "sparse")  # arguments of an embedding that do not change its result

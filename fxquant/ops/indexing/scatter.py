@@ -32,11 +32,11 @@ from fxquant.ops.core.declare import (
 )
 from fxquant.ops.core.record import INNER, Instead, Plain, Same, Trait, register
 from fxquant.ops.elementwise.arithmetic import add, mul
+from fxquant.ops.elementwise.comparison import amax, amin, largest_along, smallest_along
 from fxquant.ops.elementwise.whole import alike
 from fxquant.ops.indexing.index import WHOLE, getitem, places_of, refuses_index
 from fxquant.ops.movement.shape import rank_of
 from fxquant.ops.pooling.pool import too_many
-from fxquant.ops.reduction.extremum import amax, amin, largest_along, smallest_along
 from fxquant.ops.reduction.progression import along, length_of, sums_along
 from fxquant.primitives import PRIMITIVES, selection
 

@@ -21,11 +21,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fxquant.ir.graph import BatchDim, TensorFact, fact, is_parameter, resolve
 from fxquant.numerics.grids import EVERYTHING
-from fxquant.ops.core import ROUNDED, Builder, Call, Clamp, Lowering, Quantized, Same, Trait, composite, known_size, matrix, selected
+from fxquant.ops.core import ROUNDED, Builder, Call, Clamp, Lowering, Quantized, Same, Trait, composite, known_size, selected, sums
 from fxquant.ops.core.declare import Guard, are_fixed, fixed_sizes, known_sizes, lowered, module_of, needs, settings_of, with_batch
-from fxquant.ops.core.matrix import is_computed
 from fxquant.ops.core.record import Instead, Layer, Shape, operator_named
 from fxquant.ops.core.samples import FOLDED, IMAGES, SAMPLED, sampled, written
+from fxquant.ops.core.sums import is_computed
 from fxquant.ops.core.weighted import ABSORBED, Product, absorbing, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.layers.linear import matmul
@@ -156,7 +156,7 @@ COMPUTED = (1, 2)  # the ranks of convolutions with a computed weight
 
 
 @composite(
-    function=matrix.computed_linear,
+    function=sums.computed_linear,
     operands=("input", "weight", "bias"),
     refuses=needs("its weight is computed and is not a matrix", lambda arguments: len(shape_of(arguments["weight"]) or ()) == 2),
     layer=Layer(macs=_products),

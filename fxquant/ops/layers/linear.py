@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from fxquant.ir.graph import BatchDim, TensorFact, fact, is_parameter, largest_size
 from fxquant.lowering.lowering import Clamp, Lowering, Quantized, named_parameters
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, INT48_MAX, accumulator_bound
-from fxquant.ops.core import FOLDED, HEADS, NORMED, ROUNDED, Builder, Call, Instead, Ratio, Trait, are_fixed, matrix, sampled
+from fxquant.ops.core import FOLDED, HEADS, NORMED, ROUNDED, Builder, Call, Instead, Ratio, Trait, are_fixed, sampled, sums
 from fxquant.ops.core.declare import composite, function_and_method, listed, lowered, nodes
-from fxquant.ops.core.matrix import computed_linear, is_computed, spelled, with_vectors
 from fxquant.ops.core.record import Layer, operator_named
+from fxquant.ops.core.sums import computed_linear, is_computed, spelled, with_vectors
 from fxquant.ops.core.weighted import ABSORBED, Product, absorbing, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.advanced import diagonal
@@ -128,7 +128,7 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -
     if columns and (beta, alpha) == (1, 1) and shape_of(input) == (shape_of(mat2) or (None,))[-1:]:
         return {"input": mat1, "other": mat2, "bias": input}
     arguments = {"input": input, "one": mat1, "other": mat2, "equation": "ij,jk->ik", "beta": beta, "alpha": alpha}
-    return Instead(matrix.added_product, arguments)
+    return Instead(sums.added_product, arguments)
 
 
 @lowered(
@@ -326,7 +326,7 @@ def _vecdot(x: Any, y: Any, *, dim: int = -1) -> dict[str, Any] | str:
 
 
 @composite(
-    function=matrix.einsum,
+    function=sums.einsum,
     operands=("operands",),
     by_name=False,
     traits=frozenset({Trait.MATRIX_PRODUCT}),
@@ -385,7 +385,7 @@ def _refuses_added(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @composite(
-    function=matrix.added_product,
+    function=sums.added_product,
     operands=("input", "one", "other"),
     calls={
         **function_and_method(_added("ij,j->i", "mat", "vec"), "addmv"),

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from fxquant.ir.graph import fact, inherit, set_fact, shape_of, spell, spelling
 from fxquant.ops.core import Call, Lowering, Own, Quantized, Ratio, Same, known_size, lowered, operator_of, sample, selected
 from fxquant.ops.core.declare import fixed, fixed_sizes, with_batch
-from fxquant.ops.core.matrix import onnx_matrices, weighted_sums
 from fxquant.ops.core.samples import EXACT, IMAGES, LIMITED, sampled
+from fxquant.ops.core.sums import onnx_matrices, weighted_sums
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.movement.shape import rank_of, result_varying, sizes_of
 from fxquant.ops.pooling.pool import needs_batch

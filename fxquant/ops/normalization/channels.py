@@ -16,9 +16,9 @@ from fxquant.ops.core.record import BY_NAME, Parameter
 from fxquant.ops.core.samples import IMAGES, NORMED, sampled
 from fxquant.ops.core.weighted import check_statistics, epilogue, lower_weighted, refuses_weighted
 from fxquant.ops.elementwise.arithmetic import add, by_channels, mul, sub
+from fxquant.ops.elementwise.comparison import amax, amin
 from fxquant.ops.elementwise.table import shifted, tabled
 from fxquant.ops.pooling.totals import mean
-from fxquant.ops.reduction.extremum import amax, amin
 from fxquant.primitives import elementwise
 from fxquant.primitives.arithmetic import PRODUCT
 from fxquant.quantization.weights import BatchNorm, BatchNormTensors, multiplied

@@ -22,7 +22,7 @@ from fxquant.ops.core.declare import composite, dtype_of, first_reason, fixed, n
 from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.samples import COMPOSED, JUMPS, NORMED, POSITIVE, sample, sampled, written
 from fxquant.ops.elementwise.arithmetic import add, mul, sub, true_divide
-from fxquant.ops.elementwise.comparison import where
+from fxquant.ops.elementwise.comparison import maximum, where
 from fxquant.ops.elementwise.functions import floor_quotient, floor_remainder, quotient_of, trunc_quotient, trunc_remainder
 from fxquant.ops.elementwise.table import SHIFTED, tabled
 from fxquant.ops.elementwise.unary import power
@@ -30,7 +30,6 @@ from fxquant.ops.elementwise.whole import alike
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.movement.pad import pad
 from fxquant.ops.pooling.totals import sum
-from fxquant.ops.reduction.extremum import maximum
 from fxquant.ops.reduction.progression import along, length_of
 
 

@@ -20,13 +20,12 @@ from fxquant.ops.core.declare import COMPUTED, NO_DIMENSIONS, are_fixed, setting
 from fxquant.ops.core.record import Parameter
 from fxquant.ops.core.samples import IMAGES, NORMED, sample, sampled, written
 from fxquant.ops.elementwise.arithmetic import div, mul, sub
-from fxquant.ops.elementwise.comparison import where
+from fxquant.ops.elementwise.comparison import amax, amin, where
 from fxquant.ops.elementwise.table import shifted, tabled
 from fxquant.ops.movement.shape import MANY_SIZES, numbers, reshape
 from fxquant.ops.normalization import channels
 from fxquant.ops.normalization.channels import extent_of, magnitude_of, normalized_instances, scale_channels, unit_and_inverse
 from fxquant.ops.pooling.totals import mean, sum
-from fxquant.ops.reduction.extremum import amax, amin
 from fxquant.quantization.weights import BatchNormTensors
 
 

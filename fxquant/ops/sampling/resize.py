@@ -19,9 +19,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fxquant.ir.graph import fact, largest_size, shape_of
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT16, Grid, Ratio
-from fxquant.ops.core import IMAGES, NORMED, SAMPLED, Call, Lowering, Own, Quantized, Same, Trait, matrix, sample, sampled, selected
+from fxquant.ops.core import IMAGES, NORMED, SAMPLED, Call, Lowering, Own, Quantized, Same, Trait, sample, sampled, selected, sums
 from fxquant.ops.core.declare import are_fixed, bound, fixed_sizes, known_sizes, lowered, one_of, real, settings_of
-from fxquant.ops.core.matrix import Row, fixed_point, fraction_bits, onnx_matrices, weighted_sums
+from fxquant.ops.core.sums import Row, fixed_point, fraction_bits, onnx_matrices, weighted_sums
 from fxquant.ops.pooling.totals import lower_means, onnx_means
 from fxquant.primitives import elementwise, product, resize, shape, varying
 
@@ -67,7 +67,7 @@ def _neighbours(length: int, size: int | None, factor: float | None, align_corne
     The source of output i lies at (i + ½)/factor - ½, or, with `align_corners`, such that both ends coincide;
     its two neighbours have the weights of linear interpolation, rounded half up. At the end the only neighbour has all the weight.
     """
-    rows = matrix.linear_rows(length, _count(length, size, factor), factor, align_corners)
+    rows = sums.linear_rows(length, _count(length, size, factor), factor, align_corners)
     return tuple((row[0][0], _second_weight(row[1][1], bits) if len(row) > 1 else 0) for row in rows)
 
 
@@ -130,14 +130,14 @@ def _rows(axis: Axis, mode: str, align_corners: bool, antialias: bool) -> tuple[
     """Return the weights of interpolation along one dimension."""
     length, _, factor = axis
     if antialias:
-        return matrix.antialiased_rows(length, _count(*axis), factor, align_corners, mode == "bicubic")
-    return (matrix.cubic_rows if mode == "bicubic" else matrix.linear_rows)(length, _count(*axis), factor, align_corners)
+        return sums.antialiased_rows(length, _count(*axis), factor, align_corners, mode == "bicubic")
+    return (sums.cubic_rows if mode == "bicubic" else sums.linear_rows)(length, _count(*axis), factor, align_corners)
 
 
 def _lower_weighted(lowering: Lowering, input: Quantized, axes: list[Axis], mode: str, align_corners: bool, antialias: bool) -> Quantized:
     """Apply weights along every dimension, and requantize once. Cubic weights sum to less than 2 in magnitude."""
     rows = [_rows(axis, mode, align_corners, antialias) for axis in axes]
-    changed = len(rows) - [matrix.is_unchanged(row, axis[0]) for row, axis in zip(rows, axes, strict=True)].count(True)
+    changed = len(rows) - [sums.is_unchanged(row, axis[0]) for row, axis in zip(rows, axes, strict=True)].count(True)
     bits = fraction_bits(lowering.arithmetic.resize_fraction_bits, input.dtype.bits, changed, changed if mode == "bicubic" else 0)
     matrices = [fixed_point(row, axis[0], bits) for row, axis in zip(rows, axes, strict=True)]
     worth = torch.tensor(2.0 ** (bits * changed), dtype=torch.float64, device=input.scale.device)
@@ -207,12 +207,12 @@ def _onnx_interpolate(c: Call) -> str:
     if c["antialias"]:
         axes = _axes(before, c["size"], c["scale_factor"])
         rows = [_rows(axis, c["mode"], bool(c["align_corners"]), True) for axis in axes]
-        return onnx_matrices(c, c.input, before, [matrix.real_matrix(row, axis[0]) for row, axis in zip(rows, axes, strict=True)])
+        return onnx_matrices(c, c.input, before, [sums.real_matrix(row, axis[0]) for row, axis in zip(rows, axes, strict=True)])
     factors = c["scale_factor"] or [_factor(old, new) for old, new in zip(before[2:], after[2:], strict=True)]
     align = "align_corners" if c["align_corners"] else "half_pixel"
     attributes: dict[str, Any] = {"mode": "linear", "coordinate_transformation_mode": align}
     if c["mode"] == "bicubic":
-        attributes |= {"mode": "cubic", "cubic_coeff_a": float(matrix.CUBIC)}
+        attributes |= {"mode": "cubic", "cubic_coeff_a": float(sums.CUBIC)}
     if nearest:
         attributes = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
     scales = c.e.constant(torch.tensor([1.0, 1.0, *factors], dtype=torch.float32, device="cpu"))
