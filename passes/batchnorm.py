@@ -13,7 +13,7 @@ from torch import fx, nn
 from fxquant.ir.graph import absorb, attach, inherit, is_parameter, module_path, parameter_value, resolve, set_batch_norm_path, shape_of
 from fxquant.ir.model import free_name
 from fxquant.ops import calls, operator_of
-from fxquant.ops.normalization.channels import batch_norm
+from fxquant.ops.reduction.moments import batch_norm
 from fxquant.passes.rewriting import Fusion, eliminate_dead
 from fxquant.pipeline import Context
 

@@ -25,7 +25,7 @@ from fxquant.ir.graph import TensorFact
 from fxquant.numerics.grids import EVERYTHING
 from fxquant.ops import Fixed, Operator, Own, Trait
 from fxquant.ops.elementwise.activation import clamp
-from fxquant.ops.normalization.channels import batch_norm
+from fxquant.ops.reduction.moments import batch_norm
 from fxquant.passes.rewriting import decide, is_named, keep_in_float, result_config
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer, is_quantized

@@ -21,9 +21,8 @@ from fxquant.ops.elementwise import activation, arithmetic, comparison, unary
 from fxquant.ops.indexing import index
 from fxquant.ops.layers import linear
 from fxquant.ops.movement import repeating, shape
-from fxquant.ops.normalization import channels as layer_norm
 from fxquant.ops.pooling import totals
-from fxquant.ops.reduction import distance, progression
+from fxquant.ops.reduction import distance, moments, progression
 from fxquant.prepared.copied import Step, steps_of
 from fxquant.primitives import PRIMITIVES
 from fxquant.support import declaring
@@ -167,7 +166,7 @@ def _expand(node: fx.Node, input: fx.Node, sizes: list[Any]) -> Plan | None:
     return write
 
 
-@form(layer_norm.layer_norm)
+@form(moments.layer_norm)
 def _layer_norm(
     node: fx.Node, input: fx.Node, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Plan:

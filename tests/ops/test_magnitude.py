@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.ir.graph import part
 from fxquant.ir.integer import qparams
-from fxquant.ops.normalization.channels import COARSE
+from fxquant.ops.reduction.moments import COARSE
 from tests.shared import contract, oracle
 from tests.shared.contract import compiled
 from tests.shared.networks import members, sqnr

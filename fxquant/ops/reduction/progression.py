@@ -1,9 +1,7 @@
-"""Products of many elements, and sums and differences of neighbours along a dimension: composites.
+"""Products of many elements, sums along a dimension, and triangles of matrices.
 
 prod       halves multiplied with each other until one is left: log2 n products, each int16 with a separate scale
 cumprod    each element times the product of the 1, 2, 4, … before it:  y = cat(y[:k], y[k:] · y[:-k])
-diff       x[i + 1] - x[i], as often as asked
-trapezoid  Σ (y[i] + y[i + 1]) / 2 · width
 """
 
 import math

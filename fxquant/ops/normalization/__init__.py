@@ -1,1 +1,0 @@
-"""Normalizations that are not folded: batch norm by channel, and layer norm."""
