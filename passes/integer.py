@@ -227,6 +227,10 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                 changes += _lower_node(gm, node, writing, environment, results)
     # Parameters of the float model that were turned into constants are no longer read.
     eliminate_dead(graph.nodes, lambda node: facts.is_parameter(node) or (node.target in PRIMITIVES and not node.is_impure()))
+    for start, nodes in loops.bodies(graph).items():  # constants are there also where no further step runs
+        for node in nodes:
+            if node.op == "get_attr":
+                start.prepend(node)
     replace_graph(gm, graph)
     _drop_unused(gm, writing.container)
     return changes
@@ -265,7 +269,7 @@ def _lower_node(gm: fx.GraphModule, node: fx.Node, writing: Writing, environment
 
 @torch.no_grad()
 def loop_alone(gm: fx.GraphModule, start: fx.Node) -> fx.GraphModule:
-    """Return an integer model of a prepared model's loop alone, which takes the integers of what it reads, and the number of steps.
+    """Return an integer model of a prepared model's loop alone, which takes the integers that the loop reads, and the number of steps.
 
     It returns what all steps carried at each position, stored integers of shape (steps, …).
     """

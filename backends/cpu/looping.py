@@ -44,16 +44,16 @@ def at_once(model: Any, name: str, frame: loops.Frame, values: dict[str, Any]) -
     if any(each.is_inference() for each in held):
         return
     key = tuple((each.data_ptr(), each._version) for each in held)
-    known = _BUILT.setdefault(model, {})
-    if name not in known or known[name][0] != key:
-        known[name] = key, _built(model, start)
-    program = known[name][1]
+    programs = _BUILT.setdefault(model, {})
+    if name not in programs or programs[name][0] != key:
+        programs[name] = key, _built(model, start)
+    program = programs[name][1]
     if program is not None:
         _run(program, frame, {each: (value, sources[each].output) for each, value in values.items()})
 
 
 def _validates(operator: QuantizedOperator) -> bool:
-    """Return whether an operator computes integers now, and nothing of it moves or is looked at."""
+    """Return whether an operator computes integers now, without statistics that move and without hooks."""
     hooked = operator._forward_hooks or operator._forward_pre_hooks
     return (operator.state is State.VALIDATE or (operator.state is State.TRAIN and not operator.training)) and not hooked
 

@@ -65,7 +65,7 @@ def body(start: fx.Node) -> list[fx.Node]:
 
 
 def reads(start: fx.Node) -> list[fx.Node]:
-    """Return the nodes outside of a loop that its body reads, parameters among them."""
+    """Return the nodes outside of a loop that its body reads, parameters included."""
     inside = {start, *body(start)}
     return list(dict.fromkeys(each for node in body(start) for each in node.all_input_nodes if each not in inside))
 

@@ -70,7 +70,7 @@ class _Writing:
             raise ExportError("the model has no fixed number of steps", because=because, remedy="pass fxq.at_sizes(model, example)")
         carried = self.carried[start] = {}
         for step in range(1, count):
-            names = {node.name: f"{node.name}_step_{step}" for node in self.bodies[start] if node.op != "get_attr"}
+            names = {node.name: f"{node.name}_step_{step}" for node in self.bodies[start]}
             for node in self.bodies[start]:
                 mark = _mark(node)
                 if mark is loop.item:
@@ -80,7 +80,7 @@ class _Writing:
                     self.nodes[node] = carried[index][-1] if index in carried else self.nodes[sequence]  # type: ignore[index]
                 elif mark is loop.carry:
                     carried.setdefault(node.args[2], []).append(self.nodes[node.args[0]])  # type: ignore[arg-type,index]
-                elif node.target is not loops.end and (node.op != "get_attr" or node not in self.nodes):
+                elif node.target is not loops.end:
                     self.nodes[node] = self.copy(node, names)
 
     def copy(self, node: fx.Node, names: dict[str, str]) -> fx.Node:

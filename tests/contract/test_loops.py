@@ -13,6 +13,7 @@ from torch.export import Dim
 
 import fxquant as fxq
 from fxquant.accuracy.walk import Walk
+from fxquant.backends.cpu import native
 from fxquant.errors import ExportError
 from fxquant.ir import loops
 from fxquant.ir.graph import fact
@@ -20,6 +21,7 @@ from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from tests.shared.contract import all_equal, assert_train_is_validate
 from tests.shared.networks import Network
 
+compiler = pytest.mark.skipif(isinstance(native.chains_library(), str), reason="a C compiler was not found")
 STEPS: Any = ({0: Dim("batch"), 1: Dim("steps", max=40)},)
 LENGTHS = [(4, 7), (1, 1), (2, 2), (5, 40), (3, 13)]
 # A function of the layer and its input, and the layer.
@@ -122,6 +124,34 @@ def test_calibration_takes_as_many_passes_whatever_the_length(name: str, monkeyp
     assert {each: counts[0][each] for each in outside} == {each: counts[1][each] for each in outside}
     assert all(counts[0][each] * 9 == counts[1][each] * 3 for each in counts[0].keys() & inside)
     assert max(counts[0][each] for each in outside) <= 10 * 2, "ten passes of two batches"
+
+
+@compiler
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "x86"])
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_a_prepared_loop_runs_at_once_with_the_bits_of_its_steps(name: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients its operators are not called; with a hook, or a weight that was changed, they are, or the bits change with it."""
+    prepared, _ = compiled(name, target, STEPS)
+    fxq.set_state(prepared, "validate")
+    x, calls = sequences(3, 33), list[str]()
+    with torch.no_grad():
+        at_once = prepared(x)
+        nodes = next(iter(loops.bodies(prepared.graph).values()))
+        carry = quantized_operators(prepared)[next(node.name for node in nodes if node.name in quantized_operators(prepared))]
+        handle = carry.register_forward_hook(lambda *_: calls.append("step"))
+        assert all_equal(prepared(x), at_once)
+        assert len(calls) == 32
+        handle.remove()
+        assert all_equal(prepared(x), at_once)
+        assert len(calls) == 32
+        for parameter in prepared.parameters():
+            parameter.mul_(0.75)
+        changed = prepared(x)
+        monkeypatch.setattr(loops, "AT_ONCE", [])
+        assert all_equal(prepared(x), changed)
+        assert not all_equal(changed, at_once)
 
 
 def test_a_walk_has_the_values_of_all_steps() -> None:
