@@ -21,6 +21,7 @@ from fxquant.numerics.grids import INT32, INT32_MAX, Grid
 from fxquant.ops import Trait, map_operands
 from fxquant.ops.core.weighted import epilogue
 from fxquant.ops.elementwise.table import UNARY
+from fxquant.ops.recurrent.loops import loop_carry, loop_item, loop_state
 from fxquant.options import Options
 from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator
@@ -157,12 +158,39 @@ class Walk:
 
     def _every_step(self, nodes: Sequence[fx.Node], before: Values) -> Values:
         """Run a loop, given the values before it, and return the frame and what each node in it gave at all steps."""
-        values, steps = dict(before), {node: list[Any]() for node in nodes}
+        start = nodes[0]
+        values, steps = {**before, start: self._value(start, before)}, {node: list[Any]() for node in nodes}
+        if self.exact:
+            read = {each.name: values[each] for each in loops.reads(start) if not is_parameter(each)}
+            loops.at_once(
+                self.prepared, start.name, values[start], {each.name: values[each] for each in loops.reads(start) if not is_parameter(each)}
+            )
+            if values[start].carried and not values[start].more():
+                return self._together(nodes, values)
         for node in loops.running(nodes, values.__getitem__):
-            values[node] = self._value(node, values)
+            values[node] = values[node] if node is start else self._value(node, values)
             steps[node].append(values[node])
         joined = {node: torch.cat(each) for node, each in steps.items() if each and isinstance(each[0], Tensor) and node.op != "get_attr"}
-        return {nodes[0]: values[nodes[0]], **{node: joined.get(node, values.get(node)) for node in nodes[1:]}}
+        return {start: values[start], **{node: joined.get(node, values.get(node)) for node in nodes[1:]}}
+
+    def _together(self, nodes: Sequence[fx.Node], values: Values) -> Values:
+        """Return what the nodes of a loop give for all steps together, given the integers that each step carries."""
+        carried: dict[int, list[Tensor]] = {}
+        for node in nodes[1:-1]:
+            operator, arguments = operator_at(self.prepared, node), node.args
+            function = None if operator is None else operator.operator.function
+            if function is loop_item:
+                sequence, dim = values[arguments[0]], int(arguments[2])  # type: ignore[index,call-overload]
+                rest = sequence.narrow(dim, 0 if arguments[3] else 1, sequence.shape[dim] - 1)
+                values[node] = (rest.flip(dim) if arguments[3] else rest).movedim(dim, 0).flatten(0, 1)
+            elif operator is not None and function in (loop_state, loop_carry):
+                index = int(arguments[2])  # type: ignore[call-overload]
+                carried[index] = [each * operator.output.scale for each in values[nodes[0]].carried[index]]
+                before = [values[arguments[0]], *carried[index][:-1]] if function is loop_state else carried[index]  # type: ignore[index]
+                values[node] = torch.cat(before)
+            else:
+                values[node] = self._value(node, values)
+        return {node: values.get(node) for node in nodes}
 
     def _drop(self, node: fx.Node) -> None:
         for values in self._values:
