@@ -5,14 +5,16 @@ import difflib
 import importlib
 import inspect
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
+from torch.export import Dim
 
 from fxquant.errors import ConfigurationError
 from fxquant.support.progress import working
@@ -145,3 +147,39 @@ def positive(text: str) -> int:
 def shape(text: str) -> tuple[int, ...]:
     """Return the sizes in an option, like 1,3,224,224."""
     return tuple(positive(size) for size in text.split(","))
+
+
+_SIZE = r"(?P<dim>[1-9]\d*)=(?P<name>[a-z_A-Z]\w*)(?::(?P<smallest>\d+):(?P<largest>\d+))?"
+SIZES = "INPUT:DIMENSION=NAME:SMALLEST:LARGEST,…"
+
+
+def add_dynamic(parser: argparse.ArgumentParser) -> None:
+    """Add --dynamic, the sizes that vary."""
+    sizes = f"sizes of an input that vary, once for each input: {SIZES}, as image:2=height:32:512,3=width:32:512; alone, all that can"
+    parser.add_argument("--dynamic", action="append", nargs="?", const=True, metavar="INPUT:SIZES", help=sizes)
+
+
+def dynamic_shapes(declared: list[Any] | None, model: nn.Module, example: tuple[Any, ...] | Mapping[str, Any]) -> Any:
+    """Return what the options --dynamic say, as `fxq.Options.dynamic_shapes` takes it. Raises ConfigurationError for another form."""
+    if declared is None or True in declared:
+        return declared and True
+    names = list(example) if isinstance(example, Mapping) else list(inspect.signature(model.forward).parameters)[: len(example)]
+    shapes: dict[str, dict[int, Any]] = {name: {0: "batch"} for name in names}
+    for text in declared:
+        name, _, sizes = text.partition(":")
+        if name not in shapes:
+            _refuse_dynamic(text, f"{name!r} is not an input; the inputs are {', '.join(names)}")
+        for size in sizes.split(","):
+            match = re.fullmatch(_SIZE, size, re.ASCII)
+            if match is None:
+                _refuse_dynamic(text, f"{size!r} is not DIMENSION=NAME or DIMENSION=NAME:SMALLEST:LARGEST; dimension 0 is the batch")
+            smallest, largest = (match[end] and int(match[end]) for end in ("smallest", "largest"))
+            if largest and smallest >= largest:
+                _refuse_dynamic(text, f"{match['name']} goes from {smallest} to {largest}")
+            shapes[name][int(match["dim"])] = Dim(match["name"], min=smallest, max=largest)
+    return shapes
+
+
+def _refuse_dynamic(text: str, because: str) -> NoReturn:
+    remedy = f"write {SIZES}, as --dynamic image:2=height:32:512,3=width:32:512, or --dynamic alone for each size that can vary"
+    raise ConfigurationError(f"--dynamic {text} names no sizes", because=because, remedy=remedy)

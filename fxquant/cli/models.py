@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from fxquant.cli.factories import DATA, add_form, add_rows, command, path, positive, shape
+from fxquant.cli.factories import DATA, add_dynamic, add_form, add_rows, command, path, positive, shape
 from fxquant.errors import ConfigurationError
 
 MODEL = "the model: a class, a function without arguments or a module in a Python module; the current folder is importable"
@@ -16,6 +16,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", "--march", default="bayes-e", metavar="NAME", help=target)
     parser.add_argument("--qconfig", type=path, metavar="FILE", help="rules of precision by name and type, as fxq.save_qconfig writes them")
     parser.add_argument("--adapt", action="store_true", help="rewrite operators that exceed a limit of the target")
+    add_dynamic(parser)
 
 
 def add_quantize(commands: Any) -> None:
@@ -61,12 +62,13 @@ def add_check(commands: Any) -> None:
 def _check(options: argparse.Namespace) -> int:
     import fxquant as fxq
     from fxquant.analysis.sample import example_from, random_example
-    from fxquant.cli.factories import model_named
+    from fxquant.cli.factories import dynamic_shapes, model_named
 
     mapping = None if options.qconfig is None else fxq.load_qconfig(options.qconfig)
     model = model_named(options.model)
     example = random_example(options.shape) if options.shape else example_from(options.data, model)
-    result = fxq.check(model, example, options.target, mapping, options=fxq.Options(adapt=options.adapt))
+    settings = fxq.Options(adapt=options.adapt, dynamic_shapes=dynamic_shapes(options.dynamic, model, example))
+    result = fxq.check(model, example, options.target, mapping, options=settings)
     print(result)
     return 0 if result else 1
 

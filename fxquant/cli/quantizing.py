@@ -18,7 +18,7 @@ from torch import Tensor
 import fxquant as fxq
 from fxquant.analysis.sample import samples_from
 from fxquant.api.files import check_horizon
-from fxquant.cli.factories import model_named
+from fxquant.cli.factories import dynamic_shapes, model_named
 from fxquant.errors import ConfigurationError
 from fxquant.reporting.statistics import in_decibels
 from fxquant.support.arguments import FOLDER, accepted
@@ -92,7 +92,8 @@ def run(options: argparse.Namespace) -> int:
     samples = samples_from(options.data, model)
     calibration, held_out = _split(samples, options)
     batches = _batches(calibration, options.batch_size)
-    result = fxq.quantize(model, batches, options.target, mapping, options=fxq.Options(adapt=options.adapt))
+    settings = fxq.Options(adapt=options.adapt, dynamic_shapes=dynamic_shapes(options.dynamic, model, samples))
+    result = fxq.quantize(model, batches, options.target, mapping, options=settings)
     with tempfile.TemporaryDirectory(prefix="fxquant-") as temporary:
         folder = Path(temporary)
         outcome = _written(result, folder, held_out, _count(calibration), options)
@@ -111,7 +112,10 @@ MODEL, INTEGER, REPORT, SUMMARY = "model.onnx", "integer.fxq", "report.html", "s
 
 
 def _folder(options: argparse.Namespace) -> Path:
-    """Return the folder of the files. Raise before any work if it cannot be written, or if the report cannot be made."""
+    """Return the folder of the files. Raise before any work if it cannot be written, or if a file cannot be made."""
+    if options.dynamic and (options.horizon or options.fixed_batch):
+        because, remedy = "--horizon and --fixed-batch write files of one size", "leave out one of them"
+        raise ConfigurationError("sizes cannot vary in these files", because=because, remedy=remedy)
     out = Path(accepted("quantize", "--out", options.out, FOLDER))
     for name in (MODEL, INTEGER, SUMMARY, *([REPORT] * options.report)):
         check_place(out / name)

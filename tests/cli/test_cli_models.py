@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor
@@ -122,6 +123,20 @@ def test_the_form_of_the_file_is_chosen(capsys: pytest.CaptureFixture[str]) -> N
     assert Path("out/horizon/compile.sh").stat().st_mode & 0o111 == 0o111
 
 
+@pytest.mark.parametrize("sizes", [["image:2=height:5:32,3=width"], []])
+def test_one_file_runs_at_the_sizes_that_vary(sizes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("quantize", "networks:Network", "--data", "images.npy", "--out", "out", "--no-report", "--dynamic", *sizes)
+    assert called(capsys, *command)[0] == 0
+    integer, session = fxq.load("out/integer.fxq"), onnxruntime.InferenceSession("out/model.onnx")
+    for height, width in ((8, 8), (32, 9)):
+        image = torch.randn(3, 2, height, width)
+        assert torch.equal(integer(image), torch.from_numpy(session.run(None, {"image": image.numpy()})[0]))
+    if sizes:
+        assert "image f32[B,2,8≤32,8≤512]" in called(capsys, "inspect", "out/integer.fxq")[1]
+    wide = ("--shape", "1,2,8,8", "--dynamic", "image:2=height:5:1024,3=width:5:1024")
+    assert "declare smaller sizes" in called(capsys, "check", "networks:Network", "--target", "x86", *wide)[1]
+
+
 def test_a_file_that_differs_is_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     export = fxq.results.Result.export
 
@@ -205,6 +220,12 @@ def test_data_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
         assert_refused(called(capsys, "quantize", f"networks:{network}", "--data", data, "--out", "out", "--no-report"), said)
 
 
+DYNAMIC = {
+    "picture:2=height": "the inputs are image", "image": "'' is not DIMENSION=NAME", "image:0=rows": "dimension 0 is the batch",
+    "image:2=height:8": "'2=height:8' is not", "image:2=height:9:8": "height goes from 9 to 8",
+}  # fmt: skip
+
+
 def test_other_arguments_that_cannot_be_used(capsys: pytest.CaptureFixture[str]) -> None:
     usual = ("quantize", "networks:Network", "--data", "images.npy", "--no-report")
     Path("file").write_text("kept")
@@ -224,6 +245,9 @@ def test_other_arguments_that_cannot_be_used(capsys: pytest.CaptureFixture[str])
     assert_refused(called(capsys, *usual, "--out", "out", "--fixed-batch", 24), "holds too few samples")
     assert_refused(called(capsys, "check", "networks:Two", "--shape", "1,2,8,8"), "mask")
     assert_refused(called(capsys, "check", "networks:Network", "--shape", "1,2,8,8", "--target", "bayes-f"), "bayes-f")
+    assert_refused(called(capsys, *usual, "--out", "out", "--dynamic", "--horizon"), "files of one size", "leave out one")
+    for sizes, said in DYNAMIC.items():
+        assert_refused(called(capsys, *usual, "--out", "out", "--dynamic", sizes), f"--dynamic {sizes}", said, "2=height:32:512")
     assert Path("file").read_text() == "kept"
 
 
