@@ -572,7 +572,9 @@ def split(model: onnx.ModelProto, parts: Sequence[tuple[int, int]]) -> list[onnx
 # Float intermediate values are doubles, as in Python.
 
 # For sizes, which are never negative, ONNX's integer division equals Python's.
-_ARITHMETIC: dict[Callable[..., Any], str] = {operator.add: "Add", operator.sub: "Sub", operator.mul: "Mul", operator.floordiv: "Div"}
+_ARITHMETIC: dict[Callable[..., Any], str] = {
+    operator.add: "Add", operator.sub: "Sub", operator.mul: "Mul", operator.floordiv: "Div", min: "Min", max: "Max",
+}  # fmt: skip
 _REAL: dict[Callable[..., Any], str] = {operator.truediv: "Div", math.sqrt: "Sqrt", float: "Identity"}
 _ROUNDED: dict[Callable[..., Any], str] = {int: "", math.trunc: "", round: "Round", math.floor: "Floor", math.ceil: "Ceil"}
 

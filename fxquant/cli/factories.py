@@ -173,10 +173,10 @@ def dynamic_shapes(declared: list[Any] | None, model: nn.Module, example: tuple[
             match = re.fullmatch(_SIZE, size, re.ASCII)
             if match is None:
                 _refuse_dynamic(text, f"{size!r} is not DIMENSION=NAME or DIMENSION=NAME:SMALLEST:LARGEST; dimension 0 is the batch")
-            smallest, largest = (match[end] and int(match[end]) for end in ("smallest", "largest"))
-            if largest and smallest >= largest:
-                _refuse_dynamic(text, f"{match['name']} goes from {smallest} to {largest}")
-            shapes[name][int(match["dim"])] = Dim(match["name"], min=smallest, max=largest)
+            bounds = [int(bound) for bound in match.group("smallest", "largest") if bound]
+            if bounds and bounds[0] >= bounds[1]:
+                _refuse_dynamic(text, f"{match['name']} goes from {bounds[0]} to {bounds[1]}")
+            shapes[name][int(match["dim"])] = Dim(match["name"], **dict(zip(("min", "max"), bounds, strict=False)))
     return shapes
 
 

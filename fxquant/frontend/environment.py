@@ -142,6 +142,19 @@ def _math_stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
     return stand_in
 
 
+def _extreme(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the stand-in for min or max: Python's own would compare sizes, and the order of two sizes can vary."""
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        numbers = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
+        sizes = is_tracing() and any(isinstance(each, BatchNumber) for each in numbers)
+        if sizes and not kwargs and all(isinstance(each, int | float) for each in numbers):
+            return active().arithmetic(function, tuple(numbers))
+        return function(*args, **kwargs)
+
+    return stand_in
+
+
 _MATH_STAND_INS = {function: _math_stand_in(function) for function in _MATH}
 _MATH_MODULE = ModuleType("math")  # what `math` is for the modules of a model that is traced
 _MATH_MODULE.__dict__.update(math.__dict__)
@@ -150,6 +163,8 @@ _BUILTIN_STAND_INS: dict[str, Any] = {
     "int": type("_Int", (_Number,), {})("_IntStandIn", (builtins.int,), {"stands_for": builtins.int}),
     "float": type("_Float", (_Number,), {})("_FloatStandIn", (builtins.float,), {"stands_for": builtins.float}),
     "range": _Range("_RangeStandIn", (), {"stands_for": builtins.range}),
+    "min": _extreme(min),
+    "max": _extreme(max),
     "len": lambda sized: sized.size(0) if isinstance(sized, TracedTensor) and is_tracing() else builtins.len(sized),
 }
 

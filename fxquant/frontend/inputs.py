@@ -244,16 +244,23 @@ class VaryingSize:
 
     @property
     def reference(self) -> int:
-        """The size at the first two points: the example's, or the next smaller one where the example has the largest."""
-        return self.example if self.example < self.largest else self.another
+        """The size at the first two points: the example's, or another one where the example has the largest."""
+        return self.example if self.example < self.largest else self._far_from(self.example)
 
     @property
     def another(self) -> int:
-        """A size for a third trace: an odd number of steps, a quarter smaller than the example's, or up to three steps larger."""
-        steps = self.example // self.step
-        fewer = steps - max(1, steps // 4)
-        fewer -= fewer % 2 == 0 and fewer > 1
-        return fewer * self.step if fewer * self.step >= max(self.smallest, 2) else min(steps + 3, self.largest // self.step) * self.step
+        """A size for a third trace, far from the first one: sizes that are not equal there must differ in a part of a 32nd, too."""
+        return self._far_from(self.reference)
+
+    def _far_from(self, size: int) -> int:
+        """Return an odd number of steps: about twice a size, or half a size where it is large or the bounds are close."""
+        steps, least, most = size // self.step, -(-max(self.smallest, 2) // self.step), self.largest // self.step
+        fewer, more = max(steps // 2, least) | 1, min(2 * steps + 1, most - (most % 2 == 0))
+        lower = fewer < steps and (size >= HALVED or 2 * more < 3 * steps)
+        return self.step * (fewer if lower else more if more > steps else most)
+
+
+HALVED = 256  # a size from here on is halved for another trace, which then takes less time
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,20 @@ class Attention(nn.Module):
         return self.head(self.norm(x + mixed))[:, -1]
 
 
+class Square(nn.Module):
+    """A square of an image, as wide as its smaller side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        side = min(x.shape[2:])
+        assert max(side, x.shape[2], 1) > 1
+        return x[:, :, :side, :side]
+
+
 class Case(NamedTuple):
     """A network, the sizes that vary, and shapes; the first is the example's."""
 
@@ -93,6 +107,7 @@ class Case(NamedTuple):
 CASES = {
     "gated": Case(Scaled, ODD, IMAGES),
     **{mode: Case(lambda mode=mode: Decoder(mode), ODD, IMAGES) for mode in ("nearest", "nearest-exact", "bilinear")},  # type: ignore[misc]
+    "square": Case(Square, ODD, IMAGES),
     "by a factor": Case(lambda: Decoder("bilinear", 2.0), EVEN, IMAGES),
     **{f"causal {causal}": Case(lambda causal=causal: Attention(causal), SENTENCES, WORDS) for causal in (False, True)},  # type: ignore[misc]
 }
@@ -173,6 +188,24 @@ def test_a_model_that_halves_takes_multiples() -> None:
         traced(torch.randn(1, 3, 18, 32))
     few: Any = ({0: BATCH, 1: Dim.AUTO, 2: Dim("height", min=16, max=20)},)
     assert fxq.trace(model, torch.randn(1, 3, 16, 32), options=fxq.Options(dynamic_shapes=few))(torch.randn(1, 3, 20, 32)).shape[2] == 20
+
+
+def small_features(model: Any, x: Tensor) -> Tensor:
+    """Features of a 16th of an image's sides, whose sizes are read, enlarged to the size of others."""
+    y = model.first(x)
+    z = F.max_pool2d(F.max_pool2d(y, 5, 4, 2), 5, 4, 2)
+    _, _, height, width = z.shape
+    return y + F.interpolate(z.flatten(2).relu().unflatten(2, (height, width)), y.shape[2:])
+
+
+@pytest.mark.parametrize("example", [(64, 48), (96, 80), (33, 33)])
+def test_small_features_have_another_size_at_each_size_of_the_trace(example: tuple[int, int]) -> None:
+    sizes: Any = ({0: BATCH, 2: Dim("height", min=32, max=96), 3: Dim("width", min=32, max=80)},)
+    model = Network(small_features, first=nn.Conv2d(3, 4, 3)).eval()
+    traced = fxq.trace(model, torch.randn(1, 3, *example), options=fxq.Options(dynamic_shapes=sizes))
+    for shape in ((1, 3, 32, 33), (2, 3, 51, 80), (1, 3, 96, 32)):
+        x = torch.randn(shape)
+        assert torch.equal(traced(x), model(x))
 
 
 def test_a_size_that_is_written_down_is_fixed_or_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
