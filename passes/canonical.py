@@ -484,8 +484,9 @@ def _of_real_numbers(operator: Operator, arguments: dict[str, Any], build: Build
 
 def wide(value: Any, build: Builder) -> Any:
     """Return booleans or integers as int64; where a narrower tensor was only moved as int64, return it before its cast back."""
-    if not isinstance(value, fx.Node) or facts.is_parameter(value) or facts.fact(value).dtype == torch.int64:
-        return value
+    value_fact = facts.fact(value) if isinstance(value, fx.Node) else None
+    if not isinstance(value_fact, TensorFact) or facts.is_parameter(value) or value_fact.dtype == torch.int64:
+        return value  # also a size, which is a number
     record = ops.operator_of(value)
     if record is not None and record.function is to_integer and _is_narrow_of_the_same(value):
         return value.args[0]

@@ -96,6 +96,19 @@ class Square(nn.Module):
         return x[:, :, :side, :side]
 
 
+class Edges(nn.Module):
+    """Words whose last ones are found by comparing their places with a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(50, 8), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1])
+        parts = (places >= ids.shape[1] - 3).long() + (places >= ids.shape[1] - 1).long()
+        return self.head(self.words(ids)).masked_fill((parts == 1)[:, None], -1.0)
+
+
 class Case(NamedTuple):
     """A network, the sizes that vary, and shapes; the first is the example's."""
 
@@ -108,6 +121,7 @@ CASES = {
     "gated": Case(Scaled, ODD, IMAGES),
     **{mode: Case(lambda mode=mode: Decoder(mode), ODD, IMAGES) for mode in ("nearest", "nearest-exact", "bilinear")},  # type: ignore[misc]
     "square": Case(Square, ODD, IMAGES),
+    "edges": Case(Edges, SENTENCES, WORDS),
     "by a factor": Case(lambda: Decoder("bilinear", 2.0), EVEN, IMAGES),
     **{f"causal {causal}": Case(lambda causal=causal: Attention(causal), SENTENCES, WORDS) for causal in (False, True)},  # type: ignore[misc]
 }
