@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
     "a pool of maps without channels": ("its input has no batch dimension", lambda m, x: F.max_pool2d(x.mean(1), 2)),
     "a norm of the maps of one sample": ("its input has no batch dimension", lambda m, x: m.maps(x[0])),
     "list of the batch": ("it indexes the batch by a list", lambda m, x: x[[0, 1]]),
-    "roll of the batch": ("it rolls along the batch", lambda m, x: x.roll(1, 0)),
+    "roll of the batch": ("it rolls along a size that varies", lambda m, x: x.roll(1, 0)),
     "flip of the batch": ("it reverses the batch", lambda m, x: x.flip(0)),
     "roll of everything": ("it rolls the flattened tensor", lambda m, x: x.roll(1)),
     "repeats of the batch": ("it repeats along the batch", lambda m, x: x.repeat_interleave(torch.tensor([2]), 0)),

@@ -266,7 +266,7 @@ def _refuses_setitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
             return "its index is computed"
         lists += not isinstance(entry, int | builtins.slice)
         if not isinstance(size, int) and entry != WHOLE:
-            return "it assigns to a part of the batch"
+            return "it assigns to a part of a size that varies"
     return "it indexes several dimensions by lists" if lists > 1 else None
 
 

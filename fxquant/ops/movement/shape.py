@@ -262,7 +262,7 @@ def _rolled(input: Any, shifts: Any, dims: Any = None) -> dict[str, Any] | str:
 @lowered(
     adapt=_rolled,
     moves=True,
-    refuses=(numeric("shifts", because="its shifts are computed"), fixed_along("dims", "it rolls along the batch")),
+    refuses=(numeric("shifts", because="its shifts are computed"), fixed_along("dims", "it rolls along a size that varies")),
     demand=Same(),
     samples=(sample(input=(3, 6, 6), shifts=[1, -2], dims=[2, 3]),),
 )

@@ -26,7 +26,7 @@ from fxquant.ops.core.weighted import check_statistics, epilogue, lower_weighted
 from fxquant.ops.elementwise.arithmetic import add, by_channels, div, mul, sub
 from fxquant.ops.elementwise.comparison import amax, amin, where
 from fxquant.ops.elementwise.table import shifted, tabled
-from fxquant.ops.movement.shape import MANY_SIZES, numbers, reshape
+from fxquant.ops.movement.shape import MANY_SIZES, reshape
 from fxquant.ops.pooling.totals import mean, sum
 from fxquant.primitives import elementwise
 from fxquant.primitives.arithmetic import PRODUCT
@@ -368,7 +368,7 @@ def _refuses_group_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         return "its input has no channels of a fixed number"
     if shape[1] % groups:
         return "its groups do not divide its channels"
-    return None if all(isinstance(size, int) for size in shape[1:]) else MANY_SIZES
+    return None if all(largest_size(size) is not None for size in shape[1:]) else MANY_SIZES
 
 
 @sampled("F.group_norm(x, 3, eps=0.1)", "torch.group_norm(x, 1)", "nn.GroupNorm(1, 3)", "nn.GroupNorm(3, 3, affine=False)", within=NORMED)
@@ -376,9 +376,10 @@ def _in_groups(
     build: Builder, input: fx.Node, num_groups: int, weight: fx.Node | None = None, bias: fx.Node | None = None, eps: float = 1e-5
 ) -> Any:
     """Normalize each group of channels to mean 0 and variance 1, then multiply by weight and add bias, per channel."""
-    shape = numbers(fact(input).shape)
-    grouped = build(reshape, input, [shape[0], num_groups, math.prod(shape[1:]) // num_groups])
-    unit, inverse = unit_and_inverse(build, centre(build, grouped, [2]), lambda: extent_of(build, grouped, [2]), [2], float(eps))
+    shape = build.sizes(input)
+    merged = [math.prod(shape[1:]) // num_groups] if are_fixed(fact(input).shape[1:]) else [shape[1] // num_groups, *shape[2:]]
+    grouped, dims = build(reshape, input, [shape[0], num_groups, *merged]), list(range(2, 2 + len(merged)))
+    unit, inverse = unit_and_inverse(build, centre(build, grouped, dims), lambda: extent_of(build, grouped, dims), dims, float(eps))
     if weight is None and bias is None:
         return build(reshape, build(mul, unit, inverse), shape)
     return scaled(build, build(reshape, build(mul, unit, inverse, demand=WIDE), shape), weight, bias)
