@@ -20,7 +20,7 @@ from fxquant.ops.sampling import resize
 from fxquant.primitives import varying
 from fxquant.primitives.varying import COUNTED
 from tests.shared.contract import assert_train_is_validate
-from tests.shared.networks import Network
+from tests.shared.networks import Network, written
 
 BATCH, HEIGHT, WIDTH, LENGTH = Dim("batch"), Dim("height", max=96), Dim("width", max=80), Dim("length", max=64)
 IMAGES: Any = ({0: BATCH, 2: HEIGHT, 3: WIDTH},)
@@ -45,18 +45,6 @@ class Scaled(nn.Module):
         x = F.max_pool2d(torch.relu(self.first(x)), 3, 2, 1)
         x = F.avg_pool2d(x * self.gate(x).sigmoid(), 3, 1, 1)
         return self.head(x.mean((2, 3))), F.pixel_shuffle(x, 2)
-
-
-class Normed(nn.Module):
-    """Norms of groups of channels and of each channel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 6, 3)
-        self.groups, self.instances = nn.GroupNorm(2, 8), nn.InstanceNorm2d(6, affine=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.instances(self.second(torch.relu(self.groups(self.first(x)))))
 
 
 class Decoder(nn.Module):
@@ -94,31 +82,23 @@ class Attention(nn.Module):
         return self.head(self.norm(x + mixed))[:, -1]
 
 
-class Square(nn.Module):
+def square(model: Any, x: Tensor) -> Tensor:
     """A square of an image, as wide as its smaller side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.first(x))
-        side = min(x.shape[2:])
-        assert max(side, x.shape[2], 1) > 1
-        return x[:, :, :side, :side]
+    side = min(x.shape[2:])
+    assert max(side, x.shape[2], 1) > 1
+    return model.first(x[:, :, :side, :side])
 
 
-class Edges(nn.Module):
+def edges(model: Any, ids: Tensor) -> Tensor:
     """Words whose last ones are found by comparing their places with a size."""
+    places = torch.arange(ids.shape[1])
+    parts = (places >= ids.shape[1] - 3).long() + (places >= ids.shape[1] - 1).long()
+    return model.head(model.words(ids)).masked_fill((parts == 1)[:, None], -1.0)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(50, 8), nn.Linear(8, 4)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1])
-        parts = (places >= ids.shape[1] - 3).long() + (places >= ids.shape[1] - 1).long()
-        return self.head(self.words(ids)).masked_fill((parts == 1)[:, None], -1.0)
+def normed(model: Any, x: Tensor) -> Tensor:
+    """Norms of groups of channels, and of each channel."""
+    return F.instance_norm(torch.relu(model.groups(model.first(x))))
 
 
 class Case(NamedTuple):
@@ -132,9 +112,9 @@ class Case(NamedTuple):
 CASES = {
     "gated": Case(Scaled, ODD, IMAGES),
     **{mode: Case(lambda mode=mode: Decoder(mode), ODD, IMAGES) for mode in ("nearest", "nearest-exact", "bilinear")},  # type: ignore[misc]
-    "normed": Case(Normed, ODD, IMAGES),
-    "square": Case(Square, ODD, IMAGES),
-    "edges": Case(Edges, SENTENCES, WORDS),
+    "normed": Case(lambda: written(normed, first=nn.Conv2d(3, 8, 3), groups=nn.GroupNorm(2, 8)), ODD, IMAGES),
+    "square": Case(lambda: written(square, first=nn.Conv2d(3, 8, 3)), ODD, IMAGES),
+    "edges": Case(lambda: written(edges, words=nn.Embedding(50, 8), head=nn.Linear(8, 4)), SENTENCES, WORDS),
     "by a factor": Case(lambda: Decoder("bilinear", 2.0), EVEN, IMAGES),
     **{f"causal {causal}": Case(lambda causal=causal: Attention(causal), SENTENCES, WORDS) for causal in (False, True)},  # type: ignore[misc]
 }
@@ -155,15 +135,8 @@ def compiled(case: Case, target: str) -> tuple[Any, Any]:
     return prepared, fxq.convert(prepared)
 
 
-TARGETS = {"bayes-e": (), "nash-e": (), "x86": (), "bernoulli2": pytest.mark.nightly}
-# A norm is in float where a target has no int16, and onnxruntime rounds float operators in its own way.
-WITHOUT_INT16 = {("normed", "x86"), ("normed", "bernoulli2")}
-PAIRS = [
-    pytest.param(name, target, marks=marks) for target, marks in TARGETS.items() for name in CASES if (name, target) not in WITHOUT_INT16
-]
-
-
-@pytest.mark.parametrize(("name", "target"), PAIRS)
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86", pytest.param("bernoulli2", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", CASES)
 def test_bits_are_equal_at_every_size(name: str, target: str, tmp_path: Path) -> None:
     prepared, integer = compiled(CASES[name], target)
     session = onnxruntime.InferenceSession(fxq.export_onnx(integer, tmp_path / "model.onnx"))
@@ -171,11 +144,12 @@ def test_bits_are_equal_at_every_size(name: str, target: str, tmp_path: Path) ->
     fxq.set_state(prepared, fxq.State.VALIDATE)
     for shape in CASES[name].shapes:
         x = drawn(shape)
-        for result, other, written in zip(
+        for result, other, of_file in zip(
             *map(listed, (integer(x), prepared(x), session.run(None, {session.get_inputs()[0].name: x.numpy()}))), strict=True
         ):
             assert torch.equal(result, other)
-            assert torch.equal(result, torch.from_numpy(written))
+            if name != "normed" or target.endswith("-e"):  # without int16 a norm is in float, and runtimes round it differently
+                assert torch.equal(result, torch.from_numpy(of_file))
     for shape in CASES[name].shapes[2:4]:
         assert_train_is_validate(prepared, drawn(shape))
 
