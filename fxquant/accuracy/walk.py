@@ -6,7 +6,7 @@ through the graph, twice, for all samples; no gradient is kept.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -162,9 +162,7 @@ class Walk:
         values, steps = {**before, start: self._value(start, before)}, {node: list[Any]() for node in nodes}
         if self.exact:
             read = {each.name: values[each] for each in loops.reads(start) if not is_parameter(each)}
-            loops.at_once(
-                self.prepared, start.name, values[start], {each.name: values[each] for each in loops.reads(start) if not is_parameter(each)}
-            )
+            loops.at_once(self.prepared, start.name, values[start], read)
             if values[start].carried and not values[start].more():
                 return self._together(nodes, values)
         for node in loops.running(nodes, values.__getitem__):
@@ -177,16 +175,16 @@ class Walk:
         """Return what the nodes of a loop give for all steps together, given the integers that each step carries."""
         carried: dict[int, list[Tensor]] = {}
         for node in nodes[1:-1]:
-            operator, arguments = operator_at(self.prepared, node), node.args
+            operator, arguments = operator_at(self.prepared, node), cast(tuple[Any, ...], node.args)
             function = None if operator is None else operator.operator.function
             if function is loop_item:
-                sequence, dim = values[arguments[0]], int(arguments[2])  # type: ignore[index,call-overload]
+                sequence, dim = values[arguments[0]], arguments[2]
                 rest = sequence.narrow(dim, 0 if arguments[3] else 1, sequence.shape[dim] - 1)
                 values[node] = (rest.flip(dim) if arguments[3] else rest).movedim(dim, 0).flatten(0, 1)
             elif operator is not None and function in (loop_state, loop_carry):
-                index = int(arguments[2])  # type: ignore[call-overload]
+                index = arguments[2]
                 carried[index] = [each * operator.output.scale for each in values[nodes[0]].carried[index]]
-                before = [values[arguments[0]], *carried[index][:-1]] if function is loop_state else carried[index]  # type: ignore[index]
+                before = [values[arguments[0]], *carried[index][:-1]] if function is loop_state else carried[index]
                 values[node] = torch.cat(before)
             else:
                 values[node] = self._value(node, values)
