@@ -68,14 +68,6 @@ class Pass:
         return f"{self.function.__module__.rsplit('.', 1)[-1]}.{getattr(self.function, '__name__', type(self.function).__name__)}"
 
 
-# Names of passes in earlier versions, which `until` and `passes` still take in this one.
-FORMER = {
-    "stubs.settle": "rules.quantize_stubs", "parts.pick": "parts.read_directly", "pointwise.join": "pointwise.to_table",
-    "sums.keep": "outputs.keep_float", "dynamic.choose": "composite.choose_dynamic", "islands.sink": "adapt.keep_islands",
-    "sums.widen": "outputs.keep_sums", "requantize.insert": "boundary.requantize", "kernels.fuse": "integer.find_kernels",
-}  # fmt: skip
-
-
 @dataclass
 class Dial:
     """The amount of output: `debug` 0–3, and the directory for dumps of graphs. The environment sets the defaults."""
@@ -114,7 +106,6 @@ def run(gm: fx.GraphModule, passes: Sequence[Pass], context: Context, dial: Dial
     `until` names the last pass to run, or the stage to stop at. Return True if it was met. An exception raised
     in a pass names the pass, and a graph is shown and dumped before it is verified.
     """
-    until = FORMER.get(until, until) if isinstance(until, str) else until
     for step in progress(passes, len(passes), "compiling"):
         start = time.perf_counter()
         try:
@@ -146,7 +137,6 @@ def _counted(step: Pass, changes: Any) -> int:
 
 def with_own(passes: Sequence[Pass], own: Mapping[str, Sequence[Callable[..., int]]]) -> tuple[Pass, ...]:
     """Return the pipeline with the user's passes, each after the pass that its key names. Raises ConfigurationError for unknown names."""
-    own = {FORMER.get(name, name): functions for name, functions in own.items()}
     unknown = [name for name in own if name not in [step.name for step in passes]]
     if unknown:
         because = f"the passes are {', '.join(step.name for step in passes)}"
@@ -161,7 +151,7 @@ def with_own(passes: Sequence[Pass], own: Mapping[str, Sequence[Callable[..., in
 def check_until(until: str | Stage | None, passes: Sequence[Pass]) -> None:
     """Raise ConfigurationError if `until` is neither the name of a pass nor a stage that the passes reach."""
     names, stages = [step.name for step in passes], dict.fromkeys(step.reaches for step in passes)
-    reached = stages if isinstance(until, Stage) else [*names, *FORMER] if isinstance(until, str) else ()
+    reached = stages if isinstance(until, Stage) else names if isinstance(until, str) else ()
     if until is not None and until not in reached:
         because = f"the passes are {', '.join(names)}, and the stages they reach {', '.join(stage.name for stage in stages)}"
         remedy = "pass the name of a pass, or a fxq.results.Stage that is reached"

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import computed, is_python, nodes_in, own, resolve
 from fxquant.ir.loops import bodies, running
+from fxquant.ir.loops import reads as read_by
 from fxquant.kernels.admission import is_primitive
 from fxquant.kernels.kernel import SLACK, Binding, Bound, Built, ChannelsLast, Forms, Implementation, Match
 
@@ -84,11 +85,8 @@ class Program:
             elif node not in needed or node in self.later or node.op == "get_attr" or node in within:
                 continue
             elif node in loops:
-                nodes = [node, *loops[node]]
-                read = dict.fromkeys(
-                    each for inner in nodes for each in inner.all_input_nodes if each not in nodes and each.op != "get_attr"
-                )
-                self.steps.append((partial(_loop, self.model, nodes, self.places), list(map(self._plain, read)), self._place(node, False)))
+                read = [self._plain(each) for each in read_by(node) if each.op != "get_attr"]
+                self.steps.append((partial(_loop, self.model, [node, *loops[node]], self.places), read, self._place(node, False)))
                 self.alone += loops[node]
             elif node in self.chosen and self.chosen[node].built is not None:
                 self._write_kernel(node, self.chosen[node])
@@ -299,23 +297,16 @@ def _plain(form: ChannelsLast, layout: Layout, reads: list[int], writes: int, bu
     return run
 
 
-def _loop(
-    model: fx.GraphModule, nodes: Sequence[fx.Node], place_of: Mapping[tuple[fx.Node, bool], int], reads: list[int], writes: int, _: None
-) -> Step:
+def _loop(model: fx.GraphModule, nodes: Sequence[fx.Node], place_of: Mapping[tuple[fx.Node, bool], int], *at: Any) -> Step:
     """Return the step of a loop that no kernel computes: it runs the primitives of each step, and leaves the frame."""
-    own_nodes = {*nodes}
-    outside = {each for node in nodes for each in node.all_input_nodes if each not in own_nodes}
-    places = {each: place_of[each, False] for each in outside if each.op != "get_attr"}
-    constants = {
-        each: resolve(model, str(each.target)) for node in nodes for each in (node, *node.all_input_nodes) if each.op == "get_attr"
-    }
+    places = {each: place_of[each, False] for each in read_by(nodes[0]) if each.op != "get_attr"}
+    constants = {each: resolve(model, str(each.target)) for each in read_by(nodes[0]) if each.op == "get_attr"}
 
     def run(values: list[Any]) -> None:
         by_node = {**constants, **{each: values[place] for each, place in places.items()}}
         for node in running(nodes, by_node.__getitem__):
-            if node not in constants:
-                by_node[node] = computed(model, node, by_node.__getitem__)
-        values[writes] = by_node[nodes[0]]
+            by_node[node] = computed(model, node, by_node.__getitem__)
+        values[at[1]] = by_node[nodes[0]]
 
     return run
 

@@ -12,11 +12,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant import pipeline
 from fxquant.ops import operator_of
 from fxquant.ops.core.record import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
-from fxquant.passes import PIPELINE
 from tests.shared.networks import members, written
 
 TABLES: tuple[dict[Any, Any], ...] = (OPERATORS, BY_NAME, FUNCTIONS, METHODS, MODULES)
@@ -58,18 +56,6 @@ def test_a_pass_runs_after_the_one_it_is_named_after_and_the_whole_contract_hold
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "own.onnx"), [BATCH])
     stopped = fxq.prepare(gated().eval(), BATCH, options=fxq.Options(passes={"rules.match": to_silu}), until="test_own_passes.to_silu")
     assert "silu" in fxq.text(stopped)
-
-
-@pytest.mark.parametrize("former", pipeline.FORMER)
-def test_the_former_name_of_a_pass_is_taken(former: str) -> None:
-    pipeline.check_until(former, PIPELINE)
-    assert pipeline.FORMER[former] in [step.name for step in PIPELINE]
-    assert len(pipeline.with_own(PIPELINE, {former: [to_silu]})) == len(PIPELINE) + 1
-
-
-def test_until_takes_the_former_name_of_a_pass() -> None:
-    graphs = [fxq.prepare(gated().eval(), BATCH, until=name) for name in ("parts.pick", "parts.read_directly")]
-    assert fxq.text(graphs[0]) == fxq.text(graphs[1])
 
 
 def test_what_a_pass_leaves_is_held_against_the_stage_even_if_it_says_that_it_changed_nothing(tmp_path: Path) -> None:
