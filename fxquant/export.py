@@ -7,6 +7,6 @@ from fxquant.backends.aten.programs import export_pt2, export_torchscript
 from fxquant.backends.c.export_c import export_c
 from fxquant.backends.onnx.metadata import onnx_metadata
 from fxquant.backends.onnx.segments import export_segments, run_segments
-from fxquant.prepared.unrolled import unrolled
+from fxquant.prepared.sizes import unrolled
 
 __all__ = ["export_c", "export_pt2", "export_segments", "export_torchscript", "onnx_metadata", "run_segments", "unrolled"]

@@ -12,8 +12,8 @@ from fxquant.backends.c import forms
 from fxquant.backends.c.program import C_TYPES, FOLDER, WIDTH, Program, Value, comment, identifier, number, pool_name
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.entry import noted_limits, require_one_size
+from fxquant.prepared.sizes import unrolled
 from fxquant.prepared.stage import require_integer
-from fxquant.prepared.unrolled import unrolled
 from fxquant.support.arguments import checked
 from fxquant.support.files import Content, write_files
 from fxquant.support.progress import working

@@ -24,7 +24,7 @@ from fxquant.ir.integer import QParams, operation, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME
 from fxquant.ops.elementwise.activation import clamp
-from fxquant.prepared.unrolled import unrolled
+from fxquant.prepared.sizes import unrolled
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.quantization import dequantize
 from fxquant.support import logger

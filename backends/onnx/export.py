@@ -28,8 +28,8 @@ from fxquant.kernels.admission import DRAWN, MOST_DRAWS, evaluate, of_any_range,
 from fxquant.kernels.kernel import Match
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT8
 from fxquant.ops.core.form import INT16_OPSET
+from fxquant.prepared.sizes import unrolled, with_integer_loops
 from fxquant.prepared.stage import require_integer
-from fxquant.prepared.unrolled import unrolled, with_integer_loops
 from fxquant.primitives import PRIMITIVES, Role, role_of
 from fxquant.primitives.elementwise import lookup
 from fxquant.primitives.quantization import quantize, requantize_real

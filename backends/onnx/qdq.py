@@ -22,7 +22,7 @@ from fxquant.ops import BY_NAME, Operator, Own
 from fxquant.ops.core.composite import DEQUANTIZE, QUANTIZE
 from fxquant.ops.core.form import INT16_OPSET, Call
 from fxquant.ops.movement.pad import pad
-from fxquant.prepared.unrolled import unrolled
+from fxquant.prepared.sizes import unrolled
 from fxquant.primitives import PRIMITIVES, Primitive, Role, role_of, shape
 from fxquant.primitives.quantization import as_float32, dequantize
 

@@ -21,7 +21,7 @@ from fxquant.numerics.grids import INT32, INT32_MAX, Grid
 from fxquant.ops import Trait, map_operands
 from fxquant.ops.core.weighted import epilogue
 from fxquant.ops.elementwise.table import UNARY
-from fxquant.ops.recurrent.loops import loop_carry, loop_item, loop_state
+from fxquant.ops.recurrent.recurrence import loop_carry, loop_item, loop_state
 from fxquant.options import Options
 from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator

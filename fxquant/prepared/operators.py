@@ -86,6 +86,7 @@ class QuantizedOperator(nn.Module):
         self.weight_quantizer = quantizers.weight
         self.factors = quantizers.factors
         self.live_batch_norm, self.detached = live_batch_norm, detached
+        self._is_impure = operator.function in fx.node._side_effectful_functions  # as torch.fx asks a module
         self.state, self.left_out = State.CALIBRATE, False
         _leave_to_eager()
 

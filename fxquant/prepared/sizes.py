@@ -1,4 +1,7 @@
-"""A model at one size: every size of its inputs but the batch is a number, as are the numbers that it computes from sizes."""
+"""A model at one size: every size of its inputs but the batch is a number, as are the numbers that it computes from sizes.
+
+And an integer model whose loops are written out, step by step, for forms that have no loops.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -10,13 +13,18 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
+from fxquant.errors import ExportError
+from fxquant.ir import graph as facts
 from fxquant.ir import loops
 from fxquant.ir.graph import SIZES, BatchDim, TensorFact, at_point, attach, fact, inherit, resolve, set_fact, sizes_of_input
-from fxquant.ir.integer import Reference, notes, operation, origin, qparams, set_operation, set_qparams
-from fxquant.ir.model import free_name
-from fxquant.ops.recurrent.loops import loop_carry
+from fxquant.ir.integer import Operation, Reference, notes, operation, origin, qparams, set_operation, set_qparams
+from fxquant.ir.model import free_name, replace_graph
+from fxquant.ops.indexing.index import getitem
+from fxquant.ops.recurrent.recurrence import loop_carry, loop_item, loop_last, loop_stack, loop_state
 from fxquant.prepared.operators import QuantizedOperator
-from fxquant.primitives import PRIMITIVES
+from fxquant.prepared.stage import require_integer
+from fxquant.primitives import PRIMITIVES, Role, loop, role_of, shape
+from fxquant.support.arguments import checked, instance
 
 
 def with_fixed_sizes(model: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -44,16 +52,10 @@ def with_fixed_sizes(model: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.Grap
             arguments = map_aggregate(lowered.arguments, lambda each: numbers.get(each.node, each) if isinstance(each, Reference) else each)
             set_operation(node, replace(lowered, arguments=arguments))
     for node in reversed(list(fixed.graph.nodes)):  # only sizes were read of it
-        if isinstance(fact(node), TensorFact | BatchDim) and not node.users and not _stays(fixed, node):
+        if isinstance(fact(node), TensorFact | BatchDim) and not node.users and not node.is_impure():
             fixed.graph.erase_node(node)
     fixed.recompile()
     return fixed
-
-
-def _stays(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether a node that nothing reads stays: it is an input, or carries a state on in a loop."""
-    module = resolve(model, str(node.target)) if node.op == "call_module" else None
-    return node.is_impure() or (isinstance(module, QuantizedOperator) and module.operator.function is loop_carry)
 
 
 def _fix(node: fx.Node, example: Tensor) -> None:
@@ -156,3 +158,147 @@ def _call(model: fx.GraphModule, node: fx.Node, function: Any, value: Any, argum
     if grid is not None:
         set_qparams(added, grid)
     return added
+
+
+# ---- Loops, written out step by step ---------------------------------------------------------------------------------
+@checked(model=instance("an integer model", fx.GraphModule))
+def unrolled(model: fx.GraphModule) -> fx.GraphModule:
+    """Return an integer model without loops, which computes the same bits; the model itself where it has none.
+
+    Raises ConfigurationError for a model that is not an integer model, and ExportError if the number of steps varies.
+    """
+    require_integer(model)
+    bodies = loops.bodies(model.graph)
+    if not bodies:
+        return model
+    written = _Writing(bodies)
+    inside = {node for nodes in bodies.values() for node in nodes}
+    for node in model.graph.nodes:
+        if node in bodies:
+            written.steps(node)
+        elif role_of(_mark(node)) is Role.LEAVING:
+            written.result(node)
+        elif node not in inside:
+            written.nodes[node] = written.graph.node_copy(node, written.nodes.__getitem__)
+    result = model.__copy__()
+    replace_graph(result, written.graph)
+    result.recompile()
+    return result
+
+
+def with_integer_loops(model: fx.GraphModule) -> fx.GraphModule:
+    """Return an integer model, with its loops written out where they compute float values between layers quantized at run time."""
+    inside = (node for nodes in loops.bodies(model.graph).values() for node in nodes)
+    whole = all(node.op == "get_attr" or node.target in PRIMITIVES or node.target is loops.end for node in inside)
+    return model if whole else unrolled(model)
+
+
+class _Writing:
+    """A graph without loops while it is written from one with loops."""
+
+    def __init__(self, bodies: dict[fx.Node, list[fx.Node]]) -> None:
+        self.graph, self.bodies = fx.Graph(), bodies
+        self.nodes: dict[fx.Node, fx.Node] = {}  # by the node of the graph with loops, at the step that was written last
+        self.carried: dict[fx.Node, dict[int, list[fx.Node]]] = {}  # of each loop, by position, what each step but the first gave
+
+    def steps(self, start: fx.Node) -> None:
+        """Write the steps of a loop but the first, which is written already."""
+        count = start.args[0]
+        if not isinstance(count, int):
+            because = f"its loop %{start.name} runs along a size that varies, and is to be written step by step"
+            raise ExportError("the model has no fixed number of steps", because=because, remedy="pass fxq.at_sizes(model, example)")
+        carried = self.carried[start] = {}
+        for step in range(1, count):
+            names = {node.name: f"{node.name}_step_{step}" for node in self.bodies[start]}
+            for node in self.bodies[start]:
+                mark = _mark(node)
+                if mark is loop.item:
+                    self.nodes[node] = self.item(node, count, step, names[node.name])
+                elif mark is loop.state:
+                    sequence, _, index = node.args
+                    self.nodes[node] = carried[index][-1] if index in carried else self.nodes[sequence]  # type: ignore[index]
+                elif mark is loop.carry:
+                    carried.setdefault(node.args[2], []).append(self.nodes[node.args[0]])  # type: ignore[arg-type,index]
+                elif node.target is not loops.end:
+                    self.nodes[node] = self.copy(node, names)
+
+    def copy(self, node: fx.Node, names: dict[str, str]) -> fx.Node:
+        """Write a node of a loop's body at one step, under the name of that step."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.nodes.__getitem__)
+        copied = self.graph.create_node(node.op, node.target, args, kwargs, names.get(node.name, node.name))
+        copied.meta = {key: value for key, value in node.meta.items() if key not in ("kernel", "kernel_results")}
+        copied.meta["origin"] = names.get(origin(node), origin(node))
+        lowered = operation(node)
+        if lowered is not None:
+            by_name = {old.name: new.name for old, new in self.nodes.items()} | {node.name: copied.name}
+            arguments = map_aggregate(
+                lowered.arguments, lambda each: Reference(by_name[each.node]) if isinstance(each, Reference) else each
+            )
+            set_operation(copied, replace(lowered, arguments=arguments))
+        return copied
+
+    def item(self, node: fx.Node, count: int, step: int, name: str) -> fx.Node:
+        """Write what a sequence has at a step."""
+        sequence, _, dim, backwards = node.args
+        source, place = self.nodes[sequence], count - 1 - step if backwards else step  # type: ignore[index]
+        sizes = facts.shape_of(source)
+        index = [place if each == dim else slice(None) for each in range(len(sizes))]
+        if node.target is loop_item:  # of float values
+            return self.call(node, getitem, (source, index), facts.shape_of(node), name)
+        part = self.call(node, shape.crop, (source, [dim], [place], [place + 1], [1]), _with(sizes, dim, 1), f"{name}_crop")
+        part.meta["origin"] = name
+        taken = self.reshaped(node, part, facts.shape_of(node), name)
+        set_operation(taken, Operation("getitem", {"input": Reference(source.name), "index": index}, {}))
+        return taken
+
+    def result(self, node: fx.Node) -> None:
+        """Write the result of a loop: the state of its last step, or of all steps."""
+        first, start, index = node.args[:3]
+        every = [self.nodes[first], *self.carried[start].get(index, [])]  # type: ignore[index,arg-type]
+        if _mark(node) is loop.last:
+            self.nodes[node] = self.reshaped(node, every[-1], facts.shape_of(node), node.name) if node.target is loop.last else every[-1]
+            return
+        dim, backwards = node.args[3], node.args[5]
+        if node.target is loop_stack:  # of float values
+            steps = every[::-1] if backwards else every
+            self.nodes[node] = self.call(node, torch.stack, (steps, dim), facts.shape_of(node), node.name)
+            return
+        parts = [
+            self.reshaped(node, each, _with(facts.shape_of(node), dim, 1), f"{node.name}_reshape_{number}")
+            for number, each in enumerate(reversed(every) if backwards else every)
+        ]
+        self.nodes[node] = self.call(node, shape.concatenate, (parts, dim), facts.shape_of(node), node.name)
+        set_operation(self.nodes[node], Operation("cat", {"tensors": [Reference(part.name) for part in parts], "dim": dim}, {}))
+
+    def reshaped(self, node: fx.Node, value: fx.Node, sizes: Any, name: str) -> fx.Node:
+        """Write the elements of a value in another shape."""
+        shown = [size if isinstance(size, int) else -1 for size in sizes]
+        result = self.call(node, shape.reshape, (value, shown), sizes, name)
+        set_operation(result, Operation("reshape", {"input": Reference(value.name), "shape": shown}, {}))
+        return result
+
+    def call(self, node: fx.Node, function: Any, arguments: tuple[Any, ...], sizes: Any, name: str) -> fx.Node:
+        """Write a call of a primitive with the facts of a node, but for its shape."""
+        added = self.graph.create_node("call_function", function, arguments, name=name)
+        added.meta = {**node.meta, "origin": added.name}
+        added.meta.pop("operation", None)
+        facts.set_fact(added, TensorFact(tuple(sizes), facts.fact(node).dtype))
+        return added
+
+
+def _mark(node: fx.Node) -> Any:
+    """Return the primitive that a node calls between a loop's steps and the tensors around it, also of float values; or its own target."""
+    return _OF_OPERATORS.get(node.target, node.target)
+
+
+_OF_OPERATORS: dict[Any, Any] = {
+    loop_item: loop.item,
+    loop_state: loop.state,
+    loop_carry: loop.carry,
+    loop_last: loop.last,
+    loop_stack: loop.stack,
+}
+
+
+def _with(sizes: Any, dim: Any, size: int) -> tuple[Any, ...]:
+    return tuple(size if each == dim else old for each, old in enumerate(sizes))

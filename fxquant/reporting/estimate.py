@@ -17,7 +17,7 @@ from fxquant.backends.horizon.compiled_program import Binary, CompiledCost
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact, is_deployed
 from fxquant.ir.integer import operation
-from fxquant.prepared.unrolled import unrolled
+from fxquant.prepared.sizes import unrolled
 from fxquant.reporting.page import operator_graph
 from fxquant.support.arguments import PATH, checked, instance, such
 from fxquant.support.progress import working

@@ -28,8 +28,8 @@ from fxquant.ir.integer import QParams
 from fxquant.options import Options
 from fxquant.prepared.batches import as_batches, bad_batch, example_inputs, length, model_inputs
 from fxquant.prepared.operators import quantized_operators
+from fxquant.prepared.sizes import with_integer_loops
 from fxquant.prepared.stage import called
-from fxquant.prepared.unrolled import with_integer_loops
 from fxquant.quantization.spec import State
 from fxquant.serialization import load_file
 from fxquant.support.arguments import PATH, accepted, checked

@@ -11,8 +11,10 @@ from torch import Tensor, fx, nn
 
 from fxquant.ir import loops
 from fxquant.ir.graph import TensorFact, fact, is_parameter, largest_size, parameter_value
+from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core import INNER, Builder, Fixed, Instead, Own, Same, Trait, known_size, register, settings_of
 from fxquant.ops.core.composite import requantize
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.record import Adapt, Demand, Parameter, traits_of
 from fxquant.ops.core.samples import RECURRENT, written
 from fxquant.ops.elementwise.activation import clamp, dropout
@@ -22,8 +24,50 @@ from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear
 from fxquant.ops.movement.repeating import cat, stack
 from fxquant.ops.movement.shape import numbers, reshape
-from fxquant.ops.recurrent.loops import loop_carry, loop_item, loop_last, loop_stack, loop_state
+from fxquant.primitives import loop
 
+# ---- Between the steps of a loop and the tensors around it: see `ir.loops` -------------------------------------------
+_MARK: dict[str, Any] = {"by_name": False, "demand": Same(), "moves": True}
+
+
+@lowered(function=lambda input, frame, dim, backwards: loop.item(input, frame, dim, backwards), **_MARK)
+def loop_item(lowering: Lowering, input: Quantized, frame: Any, dim: int, backwards: bool) -> Quantized:
+    """Return the part of a sequence at this step, without the dimension of the steps."""
+    return input.with_value(lowering.call(loop.item, input.value, frame, dim, backwards))
+
+
+@lowered(function=lambda input, frame, index: loop.state(input, frame, index), **_MARK)
+def loop_state(lowering: Lowering, input: Quantized, frame: Any, index: int) -> Quantized:
+    """Return the state that the step before carried; at the second step `input`."""
+    return input.with_value(lowering.call(loop.state, input.value, frame, index))
+
+
+@lowered(function=lambda input, frame, index: loop.carry(input, frame, index), **_MARK)
+def loop_carry(lowering: Lowering, input: Quantized, frame: Any, index: int) -> Quantized:
+    """Return a tensor, and carry it on to the next step."""
+    return input.with_value(lowering.call(loop.carry, input.value, frame, index))
+
+
+@lowered(function=lambda input, frame, index: loop.last(input, frame, index), **_MARK)
+def loop_last(lowering: Lowering, input: Quantized, frame: Any, index: int) -> Quantized:
+    """Return the state that the last step carried; without further steps `input`."""
+    return input.with_value(lowering.call(loop.last, input.value, frame, index))
+
+
+@lowered(
+    function=lambda input, frame, index, dim, count, backwards: loop.stack(input, frame, index, dim, count, backwards),
+    reads=("count",),
+    **_MARK,
+)
+def loop_stack(lowering: Lowering, input: Quantized, frame: Any, index: int, dim: int, count: Any, backwards: bool) -> Quantized:
+    """Return the states of all steps, stacked along a dimension."""
+    return input.with_value(lowering.call(loop.stack, input.value, frame, index, dim, count, backwards))
+
+
+fx.node.has_side_effect(loop_carry)
+
+
+# ---- Layers and cells -----------------------------------------------------------------------------------------------
 WITHIN_ONE = Fixed(2.0**-15, "int16", otherwise=Fixed(2.0**-7, "int8"))
 GATE = Fixed(2.0**-15, "int16", otherwise=Fixed(2.0**-8, "uint8", 0, otherwise=Fixed(2.0**-7, "int8")))  # from 0 to 1
 SATURATED = 8.0  # beyond it, a sigmoid and a tanh do not change any more
