@@ -298,6 +298,9 @@ def loop_alone(gm: fx.GraphModule, start: fx.Node) -> fx.GraphModule:
     return model
 
 
+loops.ALONE.append(loop_alone)
+
+
 def _forget_gradients(gm: fx.GraphModule) -> int:
     """Remove the nodes that pass their operand on, and only change gradients."""
     calls = [node for node in gm.graph.nodes if node.op.startswith("call_") and not facts.is_parameter(node)]

@@ -15,7 +15,6 @@ from fxquant.ir.integer import zero_point
 from fxquant.kernels.admission import prove
 from fxquant.kernels.kernel import Bound, Disagrees, Match, NotApplicable, Site
 from fxquant.kernels.patterns import forms_of, repeated
-from fxquant.passes.integer import loop_alone
 from fxquant.prepared.operators import QuantizedOperator, take_integers
 from fxquant.primitives import loop
 from fxquant.quantization.spec import State
@@ -60,7 +59,7 @@ def _validates(operator: QuantizedOperator) -> bool:
 
 def _built(model: fx.GraphModule, start: fx.Node) -> _Program | None:
     """Return the program of a loop, proved on three steps; None where there is none."""
-    alone = loop_alone(model, start)
+    alone = loops.ALONE[0](model, start)
     root = alone.graph.find_nodes(op="call_function", target=loop.stack)[0]
     match = repeated(root)
     if not isinstance(match, Match):

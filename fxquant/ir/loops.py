@@ -39,6 +39,7 @@ def begin(count: int) -> Frame:
 
 
 AT_ONCE: list[Callable[..., None]] = []  # what runs a loop of a prepared model at once, where it can; backends offer it
+ALONE: list[Callable[..., Any]] = []  # what returns the integer model of such a loop alone; the pass that lowers offers it
 
 
 def at_once(model: Any, name: str, frame: Frame, values: dict[str, Any]) -> None:

@@ -1,7 +1,4 @@
-"""A model at one size: every size of its inputs but the batch is a number, as are the numbers that it computes from sizes.
-
-And an integer model whose loops are written out, step by step, for forms that have no loops.
-"""
+"""A model at one size: every size of its inputs but the batch is a number; and an integer model whose loops are written out."""
 
 import copy
 from collections.abc import Sequence
