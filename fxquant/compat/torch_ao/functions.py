@@ -158,7 +158,7 @@ def quantize_dynamic(
     example_inputs  the inputs for the trace; None: the model is traced with its first batch
     dynamic_shapes  as `fxquant.prepare` takes it
 
-    An LSTM is unrolled to its steps: every input must have the sequence length of the example.
+    An LSTM is a loop of as many steps as the example has: every input must have its length, unless `dynamic_shapes` lets it vary.
     """
     rules = dynamic_mapping(model, qconfig_spec, dtype)
     return prepared_in_place(  # type: ignore[no-any-return]

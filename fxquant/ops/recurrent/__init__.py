@@ -1,1 +1,1 @@
-"""Recurrent layers and cells, unrolled over time."""
+"""Recurrent layers and cells, as loops over time."""

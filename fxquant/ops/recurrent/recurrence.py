@@ -1,4 +1,4 @@
-"""Recurrent layers and cells, written in other operators step by step, 16 bits wide inside where the target has them."""
+"""Recurrent layers and cells, written in other operators: a first step and a loop over the others, 16 bits wide inside where possible."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -309,7 +309,7 @@ def expand_cell(build: Builder, kind: str, input: fx.Node, hx: Any, weights: Seq
     return list(results) if len(sizes) == 2 else [build(reshape, value, [-1]) for value in results]
 
 
-# ---- Recurrent layers and their cells: composites, unrolled over the steps of a sequence -----------------------------
+# ---- Recurrent layers and their cells: composites, of a first step and a loop over the other steps --------------------
 #
 # With a_t = W x_t + b, formed for all steps as one linear layer, u_t = U h_{t-1} + b', and σ the sigmoid:
 #
@@ -451,7 +451,7 @@ def _cell_called(**more: Any) -> Callable[..., dict[str, Any]]:
 
 
 def _plain(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
-    """Return the arguments, or why a layer or a cell cannot be unrolled."""
+    """Return the arguments, or why a layer or a cell cannot be expanded."""
     operands = [arguments["input"], *listed(arguments["hx"])]
     facts = [fact(operand) if isinstance(operand, fx.Node) else None for operand in operands]
     if not all(isinstance(entry, TensorFact) for entry in facts):
@@ -467,7 +467,7 @@ def _plain(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Return why a layer cannot be unrolled; None if it can."""
+    """Return why a layer cannot be expanded; None if it can."""
     if "parameters" not in arguments:
         return None
     sizes = Builder.fact(arguments["input"]).shape
