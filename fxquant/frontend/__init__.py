@@ -14,6 +14,7 @@ tensors: a custom function runs once more in float, for the context that its bac
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -121,23 +122,22 @@ STEPS = (1, 2, 4, 8, 16, 32, 64)  # tried in this order: a model that halves an 
 def _at_sizes_that_vary(inputs: ExampleInputs, trace_at: _TraceAt, check: bool) -> tuple[ExampleInputs, Handler]:
     """Trace the model with every size that can vary, in the smallest common step; return the inputs with these sizes, and the trace.
 
-    A size that cannot vary is fixed, and logged, where the user did not ask for it by name. Raises TraceError if the user did.
+    Without a name that the user gave, a size that cannot vary is fixed, with a warning, or has a smaller maximum; else raises TraceError.
     """
     others = inputs.sizes.others
-    if not others:
-        return inputs, _compared(inputs, trace_at, check)
     outcome = _in_steps(inputs, others, trace_at, check)
     if isinstance(outcome, FxQuantError) and not all(other.asked for other in others):
         kept: list[VaryingSize] = [other for other in others if other.asked]
         for other in (each for each in others if not each.asked):
-            attempt = _in_steps(inputs, (*kept, other), trace_at, check)
+            least = max(other.example, other.smallest + 1)  # a table of positions may end here
+            while isinstance(attempt := _in_steps(inputs, (*kept, other), trace_at, check), FxQuantError) and other.largest > least:
+                other = replace(other, largest=max(other.largest // 2, least))
             if isinstance(attempt, FxQuantError):
-                logger.info("%s of the inputs is fixed to %d: %s (%s)", other.name, other.example, attempt.because, attempt.at)
+                logger.warning("%s of the inputs is fixed to %d: %s (%s)", other.name, other.example, attempt.because, attempt.at)
             else:
                 outcome, kept = attempt, [*kept, other]
         if isinstance(outcome, FxQuantError):
-            fixed = inputs.varying()
-            outcome = _in_steps(inputs, tuple(kept), trace_at, check) if kept else (fixed, _compared(fixed, trace_at, check))
+            outcome = _in_steps(inputs, tuple(kept), trace_at, check)
     if isinstance(outcome, FxQuantError):
         names = ", ".join(other.name for other in others)
         largest = ", ".join(f"{other.name} = {other.largest}" for other in others)
@@ -152,12 +152,13 @@ def _in_steps(
 ) -> tuple[ExampleInputs, Handler] | FxQuantError:
     """Trace the model with the sizes `others`, in the smallest step that succeeds; return inputs and trace, or the error of step 1."""
     errors: list[FxQuantError] = []
+    if not others:
+        return inputs.varying(), _compared(inputs.varying(), trace_at, check)
     for step in STEPS:
-        stepped = tuple(other.stepped(step) for other in others)
-        if any(other.example % step or other.largest <= other.example // 2 for other in stepped):
+        varying = inputs.varying(*(other.stepped(step) for other in others))
+        if step > 1 and any(it.example % step or it.largest <= max(it.example // 2, it.smallest) for it in varying.sizes.others):
             break
         try:
-            varying = inputs.varying(*stepped)
             return varying, _compared(varying, trace_at, check)
         except FxQuantError as error:
             errors.append(error)

@@ -1,6 +1,5 @@
 """One model for inputs of many sizes: the bits of the prepared model, of the integer model and of its file are equal at each."""
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -222,11 +221,23 @@ def test_a_size_that_is_written_down_is_fixed_or_refused_by_name(caplog: pytest.
     x = torch.randn(2, 3, 16, 8)
     with pytest.raises(TraceError, match="does not hold for every height"):
         fxq.trace(model, x, options=fxq.Options(dynamic_shapes=({0: BATCH, 2: HEIGHT},)))
-    with caplog.at_level(logging.INFO):
-        traced = fxq.trace(model, x, options=fxq.Options(dynamic_shapes=({0: BATCH, 2: Dim.AUTO, 3: Dim.AUTO},)))
+    traced = fxq.trace(model, x, options=fxq.Options(dynamic_shapes=({0: BATCH, 2: Dim.AUTO, 3: Dim.AUTO},)))
+    assert "size_2 of the inputs is fixed to 16" in caplog.text
     assert traced(torch.randn(1, 3, 16, 24)).shape == (1, 3, 16, 24)
     with pytest.raises(ConfigurationError, match="dimension 2 is fixed"):
         traced(torch.randn(1, 3, 8, 8))
+
+
+@pytest.mark.parametrize("example", [10, 60, 100])
+def test_a_length_varies_up_to_the_end_of_a_table_of_positions(example: int) -> None:
+    table = nn.Embedding(100, 4)
+    model = Network(lambda _, x: x + table.weight[: x.shape[1]])
+    traced = fxq.trace(model, torch.randn(2, example, 4), options=fxq.Options(dynamic_shapes=True))
+    for length in (1, 33, 64):
+        x = torch.randn(3, length, 4)
+        assert torch.equal(traced(x), model(x))
+    with pytest.raises(ConfigurationError, match=f"goes from 1 to {max(64, example)}"):
+        traced(torch.randn(3, 101, 4))
 
 
 BODIES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
