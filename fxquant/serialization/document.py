@@ -44,8 +44,8 @@ _META: Mapping[str, tuple[type, ...] | None] = {
     "fact": None, "source": (str,), "module": (str,), "made_by": (str,), "annotation": (Annotation,), "refusal": (str,),
     "qconfig": (tuple,), "spelling": (tuple,), "fused": (tuple,), "unfused": (str,),
     "batch_norm": (str,), "notes": (dict,), "qparams": (QParams,), "origin": (str,),
-    "parameter": (bool,), "operation": (Operation,), "argument": (str,), "part": (Part,), "demand": (Own, Same, Fixed), "ties": (tuple,),
-    "python": (bool,),
+    "parameter": (bool,), "operation": (Operation,), "argument": (str,), "part": (Part,), "demand": (Own, Same, Fixed, NoneType),
+    "ties": (tuple,), "python": (bool,),
 }  # fmt: skip
 _MODEL_META: Mapping[str, tuple[type, ...]] = {
     "stage": (str,), "target": (str,), "not_done": (list,), "chosen": (list,), "qconfigs": (list,), "lost_gradients": (list,),

@@ -61,7 +61,6 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
 }  # fmt: skip
 # Fields that are written only where they are otherwise.
 _USUAL: Mapping[type, Mapping[str, Any]] = {QConfig: {"dynamic": False}, Own: {"limit": None}, Annotation: {"on_host": False}}
-_FORMER = {(Part, "step")}  # of which files of earlier versions tell, and nothing reads any more
 _RECORDS_BY_NAME = {kind.__name__: kind for kind in RECORDS}
 
 
@@ -196,7 +195,6 @@ def _decode_group(kind: str, items: list[Any]) -> Any:
 
 def _decode_record(kind: type, content: dict[str, Any], depth: int) -> Any:
     fields = RECORDS[kind]
-    content = {name: item for name, item in content.items() if (kind, name) not in _FORMER}
     usual = _USUAL.get(kind, {})
     if list(content) != [name for name in fields if name in content or name not in usual]:
         raise Malformed(f"a {kind.__name__} has the fields {', '.join(fields)}")

@@ -60,6 +60,8 @@ def compiled(name: str, target: str, dynamic_shapes: Any = None, steps: int = 7)
 def test_one_model_and_one_file_have_equal_bits_at_every_length(name: str, target: str, tmp_path: Path) -> None:
     prepared, integer = compiled(name, target, STEPS)
     assert loops.bodies(integer.graph)
+    with pytest.raises(ExportError, match="at_sizes"):
+        fxq.export.unrolled(integer)
     file = fxq.export_onnx(integer, tmp_path / "model.onnx", style="exact")
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     for batch, steps in LENGTHS:
@@ -85,14 +87,7 @@ def test_forms_without_loops_write_the_steps_out(name: str, target: str, tmp_pat
     assert all_equal(flat(sequences(3, 4)), integer(sequences(3, 4)))
     fxq.export.export_c(integer, tmp_path / "model.c", batch_size=2)
     fxq.export_onnx(integer, tmp_path / "qdq.onnx", style="qdq", opset=21)
-    model = onnx.load(str(tmp_path / "qdq.onnx"))
-    assert "Loop" not in {node.op_type for node in model.graph.node}
-
-
-def test_a_number_of_steps_that_varies_is_not_written_out() -> None:
-    _, integer = compiled("lstm", "bayes-e", STEPS)
-    with pytest.raises(ExportError, match="at_sizes"):
-        fxq.export.unrolled(integer)
+    assert "Loop" not in {node.op_type for node in onnx.load(str(tmp_path / "qdq.onnx")).graph.node}
 
 
 def test_nothing_grows_with_the_steps(tmp_path: Path) -> None:
@@ -142,7 +137,6 @@ def test_a_prepared_loop_runs_at_once_with_the_bits_of_its_steps(name: str, targ
         carry = quantized_operators(prepared)[next(node.name for node in nodes if node.name in quantized_operators(prepared))]
         handle = carry.register_forward_hook(lambda *_: calls.append("step"))
         assert all_equal(prepared(x), at_once)
-        assert len(calls) == 32
         handle.remove()
         assert all_equal(prepared(x), at_once)
         assert len(calls) == 32
@@ -171,8 +165,7 @@ def test_a_loop_trains(target: str) -> None:
     head = Network(lambda m, x: m.head(m.layer(x)[0][:, -1]), layer=nn.LSTM(6, 12, batch_first=True), head=nn.Linear(12, 1))
     prepared = fxq.prepare(head, sequences(4, 6), target=target, options=fxq.Options(dynamic_shapes=STEPS))
     fxq.calibrate(prepared, [sequences(16, 6)])
-    fxq.set_state(prepared, "train")
-    prepared.train()
+    fxq.set_state(prepared.train(), "train")
     optimizer, losses = torch.optim.Adam(prepared.parameters(), 1e-2), []
     for step in range(30):
         x = sequences(16, 4 + step % 3)
@@ -197,5 +190,4 @@ def test_a_file_keeps_its_loops(stage: int, tmp_path: Path) -> None:
     fxq.save(models[stage], tmp_path / "model.fxq")
     loaded = fxq.load(tmp_path / "model.fxq")
     assert len(loops.bodies(loaded.graph)) == 1
-    for batch, steps in LENGTHS[:3]:
-        assert all_equal(loaded(sequences(batch, steps)), models[stage](sequences(batch, steps)))
+    assert all(all_equal(loaded(sequences(*sizes)), models[stage](sequences(*sizes))) for sizes in LENGTHS[:3])

@@ -209,6 +209,24 @@ def test_layers_that_stay_in_float(save: Save) -> None:
             assert torch.equal(fxq.load(save(each))(rows[0]), each(rows[0]))
 
 
+def test_attention_of_which_each_batch_gives_the_scales(save: Save) -> None:
+    inputs = (torch.randn(2, 5, 8),) * 3
+    prepared = fxq.prepare(nn.MultiheadAttention(8, 2, batch_first=True).eval(), inputs, "x86", fxq.QConfig(dynamic=True))
+    fxq.calibrate(prepared, [inputs])
+    assert equal(fxq.load(save(prepared))(*inputs)[0], prepared(*inputs)[0])
+
+
+def test_a_file_that_tells_of_the_steps_of_loops_gives_the_same_bits(save: Save) -> None:
+    x = torch.randn(4, 6)
+    integer = fxq.quantize(nn.Softmax(-1), [x], target="bayes-e").integer
+    document, tensors = unpack((path := save(integer)).read_bytes())
+    for step, node in enumerate(node for node in document["nodes"] if "part" in node["meta"]):
+        node["meta"]["part"]["Part"]["step"] = step or None
+    path.write_bytes(pack(document, tensors))
+    assert b'"step":1}' in path.read_bytes()
+    assert torch.equal(fxq.load(path)(x), integer(x))
+
+
 def test_a_layout_is_kept(save: Save) -> None:
     model = nn.Sequential(nn.ConvTranspose2d(4, 8, 3)).eval().to(memory_format=torch.channels_last)
     loaded: Any = fxq.load(save(fxq.trace(model, (torch.randn(2, 4, 6, 6),))))
