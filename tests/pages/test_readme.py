@@ -104,16 +104,8 @@ def _own_operators() -> Iterator[None]:
 
 
 PAGES = sorted(page.stem for page in GUIDE.glob("*.md") if page.name != "README.md")
-COMPARED = {
-    "README": 2,
-    "four-bits": 2,
-    "train": 1,
-    "python": 2,
-    "board": 1,
-    "yolo": 1,
-    "outputs": 2,
-    "dynamic": 1,
-}  # outputs that a page shows; others show 3
+# Outputs that a page shows; others show 3.
+COMPARED = dict.fromkeys(("README", "four-bits", "outputs", "python"), 2) | dict.fromkeys(("board", "dynamic", "sizes", "train", "yolo"), 1)
 OLD_AND_NEW = ("from-torch-ao", "from-horizon")  # tests/compat/test_guides.py runs their programs
 
 GIVEN: dict[str, Any] = {}  # names that a page has before its first block: in README.md the reader's own model and batches
