@@ -182,7 +182,7 @@ def _copied(model: fx.GraphModule) -> set[fx.Node]:
         copies = operator is not None and (bool(carried(operator)) or operator in (QUANTIZE, DEQUANTIZE))
         if node.op == "output" or reads_shape_only(node):
             ends.add(node)
-        elif copies and node.users and ends.issuperset(node.users):
+        elif operator and copies and operator.name[:5] != "loop_" and node.users and ends.issuperset(node.users):  # loops run on
             ends.add(node)
             copying.add(node)
     return copying

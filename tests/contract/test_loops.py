@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import fxquant as fxq
+from fxquant.accuracy.measure import Parts
 from fxquant.accuracy.walk import Walk
 from fxquant.backends.cpu import native
 from fxquant.errors import ExportError
@@ -157,6 +158,11 @@ def test_a_walk_has_the_values_of_all_steps() -> None:
     assert values[linear].shape == (4 * 6, fact(linear).shape[-1])
     recorded = next(iter(fxq.inspect.record(prepared, [sequences(4, 7)], [linear.name], real=True, state="validate")))
     assert torch.equal(recorded[linear.name], values[linear])
+
+
+def test_what_a_loop_gives_is_one_part_of_the_outputs() -> None:
+    prepared, _ = compiled("tanh", "bayes-e")
+    assert [label.numel() for label in Parts(prepared, [sequences(4, 7)]).labels] == [1]
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
