@@ -252,6 +252,7 @@ def _composites() -> Iterator[Spelling]:
     yield _module("group_norm", "nn.GroupNorm({groups}, {channels})", groups=(1, 2, "{channels}"))
     yield from _spell("group_norm", "F.group_norm({0}, {groups}, eps={eps})", groups=(1, 2), eps=(1e-5, 0.1))
     yield _module("instance_norm", "nn.InstanceNorm{rank}d({channels}, affine={affine})", affine=FLAG)
+    yield _module("normalized_instances", "nn.InstanceNorm{rank}d({channels}, affine={affine}, track_running_stats=True)", affine=FLAG)
     yield _module("rms_norm", "nn.RMSNorm({last})")
     yield from _spell("rms_norm", "F.rms_norm({0}, ({last},), eps={eps})", eps=(1e-5, 0.1))
     for name in ("var", "std"):
