@@ -300,7 +300,7 @@ def running(combined: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, i
 
 
 def aminmax(input: Tensor, dim: Any, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute `torch.aminmax` along these dimensions."""
+    """Return the minima and the maxima of a tensor along the dimensions `dim`."""
     return torch.amin(input, dim, keepdim), torch.amax(input, dim, keepdim)
 
 

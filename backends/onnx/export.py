@@ -171,7 +171,7 @@ def _sum_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool | 
 
 
 def _is_exact(writer: Writer, node: fx.Node, parts: Sequence[fx.Node], draw: Draw, settings: Mapping[str, str]) -> bool:
-    """Return whether onnxruntime computes PyTorch's values: the node and these parts are written to a file, and run on drawn operands."""
+    """Return whether onnxruntime, for a file of the node and its parts and for random operands, computes PyTorch's values."""
     operands = dict.fromkeys(plain(read) for part in (*parts, node) for read in part.all_input_nodes)
     constants = {each: resolve(writer.integer, str(each.target)).detach().cpu() for each in operands if each.op == "get_attr"}
     images, generator = _images(each for each in operands if each not in constants), torch.Generator().manual_seed(0)
@@ -201,7 +201,7 @@ def _tell(integer: fx.GraphModule, refused: Sequence[str], count: int) -> None:
 
 
 def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto, sessions: Sequence[Mapping[str, str]]) -> None:
-    """Raise ExportError if the model's outputs, with any of these session options, differ from the integer graph's on random inputs."""
+    """Raise ExportError if the file's outputs for random inputs differ from the integer graph's, under any of the session options."""
     if float_nodes(integer):
         return  # rounding of host operators differs; the kernels were compared one by one
     for settings in sessions:

@@ -372,7 +372,7 @@ Shape = tuple[int, ...]
 
 
 def write_images(graph: onnx.GraphProto, sizes: dict[str, Shape]) -> None:
-    """Rewrite a file with a batch of one, in which values have these sizes; nodes that nothing reads are taken out."""
+    """Rewrite a file for a batch of one: set the sizes of its values, and remove the nodes without readers."""
     images = Images(graph, sizes)
     read, nodes = {output.name for output in graph.output}, list[onnx.NodeProto]()
     for node in graph.node:

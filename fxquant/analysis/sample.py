@@ -132,7 +132,7 @@ def example_from(path: Path, model: nn.Module) -> Named:
 
 
 def random_example(shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    """Return float32 inputs of these shapes, the same at each call, in the order of forward's arguments."""
+    """Return float32 inputs of the shapes given, in the order of forward's arguments; each call returns equal inputs."""
     generator = torch.Generator().manual_seed(0)
     return tuple(_normal(shape, generator) for shape in shapes)
 

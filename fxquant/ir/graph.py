@@ -565,7 +565,7 @@ _FREED = re.compile(r";  \w+ = (?:\w+ = )*None")  # values whose last reader has
 
 
 def _with_loops(source: str, nodes: Iterable[fx.Node]) -> str:
-    """Return generated code in which the lines of each loop's body are repeated, and what these lines read is not freed by them."""
+    """Return generated code with a `while` around the lines of each loop's body, and in the body without lines that free tensors."""
     starts, written, within = {f"{node!r}": node for node in nodes if node.target is loops.begin}, list[str](), ""
     if not starts:
         return source

@@ -34,7 +34,7 @@ class Frame:
 
 
 def begin(count: int) -> Frame:
-    """Return the frame of a loop over `count` steps, the first of which is not in the loop."""
+    """Return the frame of a loop over the steps 1 to `count` - 1; step 0 stands before the loop."""
     return Frame(count)
 
 
@@ -43,19 +43,19 @@ ALONE: list[Callable[..., Any]] = []  # what returns the integer model of such a
 
 
 def at_once(model: Any, name: str, frame: Frame, values: dict[str, Any]) -> None:
-    """Let what is offered run the loop that `name` begins, on the values of the nodes that it reads: then no further step is left."""
+    """Run all steps of the loop `name` by a function of `AT_ONCE`, given the tensors that the loop reads, if one accepts it."""
     for run in AT_ONCE:
         run(model, name, frame, values)
 
 
 @fx.node.has_side_effect
 def end(frame: Frame) -> None:
-    """Go on to the next step."""
+    """Advance the frame of a loop by one step."""
     frame.step += 1
 
 
 def body(start: fx.Node) -> list[fx.Node]:
-    """Return the nodes of a loop after its `begin`, the last one of which is its `end`; without one, all nodes after it."""
+    """Return the nodes of a loop from the node after `begin` to its `end`, or to the last node of the graph if it has no `end`."""
     nodes, node = [], start.next
     while node is not start.graph._root:
         nodes.append(node)

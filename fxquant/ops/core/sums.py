@@ -1,4 +1,4 @@
-"""Lowering of sums: of two operands, of which one may be a constant, and along single dimensions by integer matrices."""
+"""Lowering of sums: of two operands (one may be a constant), and of a tensor along one dimension with an integer matrix."""
 
 import functools
 import math
