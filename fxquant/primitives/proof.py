@@ -15,9 +15,9 @@ from torch import Tensor, fx
 from fxquant.ir.graph import TensorFact, fact, inferred, on_meta, resolve
 from fxquant.ir.integer import QParams, noted, origin, qparams, zero_point
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, INT48_MAX, PLAIN_TYPES, bits_of
-from fxquant.primitives import PRIMITIVES, Role, elementwise, quantization, role_of
+from fxquant.primitives import PRIMITIVES, Role, elementwise, loop, quantization, role_of
 from fxquant.primitives.arithmetic import Arithmetic
-from fxquant.primitives.record import Value, as_double, constant_of, need, refuse
+from fxquant.primitives.record import Range, Value, as_double, constant_of, need, refuse
 
 
 class Shapes:
@@ -153,6 +153,11 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
     if not real and any(value is None for name, value in arguments.items() if name in _ACTIVATIONS):
         refuse("it reads a value that is not an integer tensor of this graph")
     bounds = record.bounds(**arguments)
+    if described is not None and node.target in (loop.state, loop.last, loop.stack):  # by induction: each step's result is proved there
+        carried = [qparams(user) for user in node.args[1].users if user.target is loop.carry and user.args[2] == node.args[2]]  # type: ignore[union-attr]
+        need(all(each is not None and each.dtype == described.dtype for each in carried), "its loop carries another dtype")
+        _check_range(arguments["input"], record.kind, described)
+        bounds = Range(ACTIVATION_TYPES[described.dtype].low, ACTIVATION_TYPES[described.dtype].high)
     if record.kind == "dynamic":
         return None  # a float tensor, computed from a sum that fits
     operands = {name: value.constant if isinstance(value, Value) else value for name, value in arguments.items()}

@@ -42,10 +42,9 @@ _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", 
 # What is kept of a node's meta, with the types it may have; `fact` is a nest of facts and numbers.
 _META: Mapping[str, tuple[type, ...] | None] = {
     "fact": None, "source": (str,), "module": (str,), "made_by": (str,), "annotation": (Annotation,), "refusal": (str,),
-    "qconfig": (tuple,), "spelling": (tuple,), "fused": (tuple,), "unfused": (str,),
-    "batch_norm": (str,), "notes": (dict,), "qparams": (QParams,), "origin": (str,),
-    "parameter": (bool,), "operation": (Operation,), "argument": (str,), "part": (Part,), "demand": (Own, Same, Fixed, NoneType),
-    "ties": (tuple,), "python": (bool,),
+    "qconfig": (tuple,), "spelling": (tuple,), "fused": (tuple,), "unfused": (str,), "batch_norm": (str,), "notes": (dict,),
+    "qparams": (QParams,), "origin": (str,), "parameter": (bool,), "operation": (Operation,), "argument": (str,), "part": (Part,),
+    "demand": (Own, Same, Fixed, NoneType), "ties": (tuple,), "python": (bool,),
 }  # fmt: skip
 _MODEL_META: Mapping[str, tuple[type, ...]] = {
     "stage": (str,), "target": (str,), "not_done": (list,), "chosen": (list,), "qconfigs": (list,), "lost_gradients": (list,),

@@ -37,8 +37,7 @@ _CONSTANTS: Mapping[str, Any] = {
 _NAMED_TUPLES = {kind.__name__: kind for kind in (BatchNormTensors,)}
 
 _NUMBER = (float, int, NoneType)
-# Records: every field with the types its value may have.
-RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
+RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {  # every field of a record, with the types its value may have
     WeightConfig: {
         "dtype": (str,), "per_channel": (bool,), "training": (str,), "power_of_two": (bool,), "rounding": (type,), "p": (float, NoneType),
     },
@@ -49,12 +48,8 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
     QConfig: {"output": (ActivationConfig,), "weight": (WeightConfig,), "input": (ActivationConfig, NoneType), "dynamic": (bool,)},
     Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType), "on_host": (bool,)},
     QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType), "zero_point": (int, tuple)}, Reference: {"node": (str,)},
-    Part: {"composite": (str,), "role": (str,), "inner": (bool,)},
-    Own: {
-        "dtype": (str, NoneType), "shared_where": (str, NoneType), "otherwise": (str, NoneType), "headroom": (float,),
-        "limit": (float, NoneType),
-    },
-    Same: {"operands": (tuple,)},
+    Part: {"composite": (str,), "role": (str,), "inner": (bool,)}, Same: {"operands": (tuple,)},
+    Own: {**dict.fromkeys(("dtype", "shared_where", "otherwise"), (str, NoneType)), "headroom": (float,), "limit": (float, NoneType)},
     Fixed: {"scale": (float,), "dtype": (str,), "zero_point": (int, NoneType), "otherwise": (Fixed, Own, NoneType)},
     Constant: {"node": (str,), "scale": (float, tuple), "axis": (int, NoneType), "zero_point": (int, tuple)},
     Operation: {"name": (str,), "arguments": (dict,), "constants": (dict,), "intermediate": (QParams, NoneType)},

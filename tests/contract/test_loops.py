@@ -1,6 +1,7 @@
 """Recurrent layers as loops: the bits of all forms at every length, graphs that do not grow with the steps, training, files."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from fxquant.backends.cpu import native
 from fxquant.errors import ExportError
 from fxquant.ir import loops
 from fxquant.ir.graph import fact
+from fxquant.ir.integer import qparams, set_qparams
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.primitives import loop
 from tests.shared.contract import all_equal, assert_train_is_validate
 from tests.shared.networks import Network
 
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")
 compiler = pytest.mark.skipif(isinstance(native.chains_library(), str), reason="a C compiler was not found")
 STEPS: Any = ({0: Dim("batch"), 1: Dim("steps", max=40)},)
 LENGTHS = [(4, 7), (1, 1), (2, 2), (5, 40), (3, 13)]
@@ -57,10 +61,10 @@ def compiled(name: str, target: str, dynamic_shapes: Any = None, steps: int = 7)
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "nash-e", "x86"])
-@pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_one_model_and_one_file_have_equal_bits_at_every_length(name: str, target: str, tmp_path: Path) -> None:
     prepared, integer = compiled(name, target, STEPS)
-    assert loops.bodies(integer.graph)
+    loaded = [fxq.load(fxq.save(each, tmp_path / "model.fxq")) for each in (prepared, integer)]
+    assert all(loops.bodies(each.graph) for each in (integer, *loaded))
     with pytest.raises(ExportError, match="at_sizes"):
         fxq.export.unrolled(integer)
     file = fxq.export_onnx(integer, tmp_path / "model.onnx", style="exact")
@@ -69,6 +73,7 @@ def test_one_model_and_one_file_have_equal_bits_at_every_length(name: str, targe
         x = sequences(batch, steps)
         result = integer(x)
         assert all_equal(prepared(x), result)
+        assert all(all_equal(each(x), result) for each in loaded)
         assert all_equal([torch.from_numpy(each) for each in session.run(None, {session.get_inputs()[0].name: x.numpy()})], result)
         assert all_equal(integer(x), result), "by its kernels"
         one_size = fxq.at_sizes(integer, x)
@@ -79,7 +84,6 @@ def test_one_model_and_one_file_have_equal_bits_at_every_length(name: str, targe
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
-@pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_forms_without_loops_write_the_steps_out(name: str, target: str, tmp_path: Path) -> None:
     _, integer = compiled(name, target, steps=4)
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "exact.onnx", style="exact"), [(sequences(3, 4),)])
@@ -89,6 +93,16 @@ def test_forms_without_loops_write_the_steps_out(name: str, target: str, tmp_pat
     fxq.export.export_c(integer, tmp_path / "model.c", batch_size=2)
     fxq.export_onnx(integer, tmp_path / "qdq.onnx", style="qdq", opset=21)
     assert "Loop" not in {node.op_type for node in onnx.load(str(tmp_path / "qdq.onnx")).graph.node}
+
+
+def test_states_of_four_bits(tmp_path: Path) -> None:
+    options = {"target": "nash-e", "qconfig": fxq.QConfig(output=fxq.ActivationConfig(dtype="int4"))}
+    result = fxq.quantize(network("gru"), [sequences(4, 7)], **options)
+    assert result.verify(result.export(tmp_path / "model.onnx"), [sequences(3, 7)])
+    carry = next(node for node in result.integer.graph.nodes if node.target is loop.carry)
+    set_qparams(carry, replace(qparams(carry), dtype="int8"))
+    with pytest.raises(ExportError, match="carries another dtype"):
+        fxq.save(result.integer, tmp_path / "model.fxq")
 
 
 def test_nothing_grows_with_the_steps(tmp_path: Path) -> None:
@@ -126,7 +140,6 @@ def test_calibration_takes_as_many_passes_whatever_the_length(name: str, monkeyp
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "x86"])
-@pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_a_prepared_loop_runs_at_once_with_the_bits_of_its_steps(name: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without gradients its operators are not called; with a hook, or a weight that was changed, they are, or the bits change with it."""
     prepared, _ = compiled(name, target, STEPS)
@@ -173,13 +186,11 @@ def test_a_loop_trains(target: str) -> None:
     fxq.calibrate(prepared, [sequences(16, 6)])
     fxq.set_state(prepared.train(), "train")
     optimizer, losses = torch.optim.Adam(prepared.parameters(), 1e-2), []
-    for step in range(30):
-        x = sequences(16, 4 + step % 3)
-        loss = (prepared(x) - x[..., :1].sum(1)).square().mean()
+    for x in [sequences(16, steps) for steps in (4, 5, 6)] * 10:
+        losses.append((prepared(x) - x[..., :1].sum(1)).square().mean())
         optimizer.zero_grad()
-        loss.backward()
+        losses[-1].backward()
         optimizer.step()
-        losses.append(float(loss.detach()))
     assert sum(losses[-6:]) < 0.5 * sum(losses[:6])
     assert_train_is_validate(prepared, sequences(3, 9))
 
@@ -188,12 +199,3 @@ def test_a_loop_quantized_at_run_time_is_written_out_in_files(tmp_path: Path) ->
     integer = fxq.convert(fxq.prepare(network("gru"), sequences(4, 5), target="x86", qconfig=fxq.QConfigMapping(fxq.QConfig(dynamic=True))))
     assert loops.bodies(integer.graph)
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "dynamic.onnx"), [(sequences(4, 5),)])
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_file_keeps_its_loops(stage: int, tmp_path: Path) -> None:
-    models = compiled("lstm", "bayes-e", STEPS)
-    fxq.save(models[stage], tmp_path / "model.fxq")
-    loaded = fxq.load(tmp_path / "model.fxq")
-    assert len(loops.bodies(loaded.graph)) == 1
-    assert all(all_equal(loaded(sequences(*sizes)), models[stage](sequences(*sizes))) for sizes in LENGTHS[:3])
