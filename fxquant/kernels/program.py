@@ -85,7 +85,7 @@ class Program:
             elif node not in needed or node in self.later or node.op == "get_attr" or node in within:
                 continue
             elif node in loops:
-                read = [self._plain(each) for each in read_by(node) if each.op != "get_attr"]
+                read = [self._plain(each) for each in (*node.all_input_nodes, *read_by(node)) if each.op != "get_attr"]
                 self.steps.append((partial(_loop, self.model, [node, *loops[node]], self.places), read, self._place(node, False)))
                 self.alone += loops[node]
             elif node in self.chosen and self.chosen[node].built is not None:
@@ -299,7 +299,7 @@ def _plain(form: ChannelsLast, layout: Layout, reads: list[int], writes: int, bu
 
 def _loop(model: fx.GraphModule, nodes: Sequence[fx.Node], place_of: Mapping[tuple[fx.Node, bool], int], *at: Any) -> Step:
     """Return the step of a loop that no kernel computes: it runs the primitives of each step, and leaves the frame."""
-    places = {each: place_of[each, False] for each in read_by(nodes[0]) if each.op != "get_attr"}
+    places = {each: place_of[each, False] for each in (*nodes[0].all_input_nodes, *read_by(nodes[0])) if each.op != "get_attr"}
     constants = {each: resolve(model, str(each.target)) for each in read_by(nodes[0]) if each.op == "get_attr"}
 
     def run(values: list[Any]) -> None:

@@ -96,8 +96,8 @@ def test_forms_without_loops_write_the_steps_out(name: str, target: str, tmp_pat
 
 
 def test_states_of_four_bits(tmp_path: Path) -> None:
-    options = {"target": "nash-e", "qconfig": fxq.QConfig(output=fxq.ActivationConfig(dtype="int4"))}
-    result = fxq.quantize(network("gru"), [sequences(4, 7)], **options)
+    qconfig = fxq.QConfig(output=fxq.ActivationConfig(dtype="int4"))
+    result = fxq.quantize(network("gru"), [sequences(4, 7)], target="nash-e", qconfig=qconfig)
     assert result.verify(result.export(tmp_path / "model.onnx"), [sequences(3, 7)])
     carry = next(node for node in result.integer.graph.nodes if node.target is loop.carry)
     set_qparams(carry, replace(qparams(carry), dtype="int8"))
@@ -154,8 +154,7 @@ def test_a_prepared_loop_runs_at_once_with_the_bits_of_its_steps(name: str, targ
         handle.remove()
         assert all_equal(prepared(x), at_once)
         assert len(calls) == 32
-        for parameter in prepared.parameters():
-            parameter.mul_(0.75)
+        torch._foreach_mul_([*prepared.parameters()], 0.75)
         changed = prepared(x)
         monkeypatch.setattr(loops, "AT_ONCE", [])
         assert all_equal(prepared(x), changed)
@@ -164,9 +163,8 @@ def test_a_prepared_loop_runs_at_once_with_the_bits_of_its_steps(name: str, targ
 
 def test_a_walk_has_the_values_of_all_steps() -> None:
     prepared, _ = compiled("lstm", "bayes-e")
-    operators = quantized_operators(prepared)
     (nodes,) = loops.bodies(prepared.graph).values()
-    linear = next(node for node in nodes if node.op == "call_module" and operators[node.name].operator.name == "linear")
+    linear = next(each for each in nodes if each.op == "call_module" and quantized_operators(prepared)[each.name].operator.name == "linear")
     (values,) = Walk(prepared, [[sequences(4, 7)]], exact=True).at([linear])
     assert values[linear].shape == (4 * 6, fact(linear).shape[-1])
     recorded = next(iter(fxq.inspect.record(prepared, [sequences(4, 7)], [linear.name], real=True, state="validate")))
@@ -196,6 +194,8 @@ def test_a_loop_trains(target: str) -> None:
 
 
 def test_a_loop_quantized_at_run_time_is_written_out_in_files(tmp_path: Path) -> None:
-    integer = fxq.convert(fxq.prepare(network("gru"), sequences(4, 5), target="x86", qconfig=fxq.QConfigMapping(fxq.QConfig(dynamic=True))))
-    assert loops.bodies(integer.graph)
-    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "dynamic.onnx"), [(sequences(4, 5),)])
+    options = fxq.Options(dynamic_shapes=STEPS)
+    integer = fxq.convert(fxq.prepare(network("gru"), sequences(4, 5), "x86", fxq.QConfig(dynamic=True), options=options))
+    one_size = fxq.at_sizes(integer, x := sequences(4, 9))
+    assert all_equal([integer(x), integer(x)], [fxq.export.unrolled(one_size)(x)] * 2)
+    assert fxq.verify(one_size, fxq.export_onnx(one_size, tmp_path / "dynamic.onnx"), [(x,)])
