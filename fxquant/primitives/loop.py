@@ -9,14 +9,14 @@ from fxquant.ir.loops import Frame
 from fxquant.primitives.record import Range, Role, Value, ZeroPoint, primitive, union
 
 
-def _bounds(input: Value, **_: Any) -> Range:
+def carried_bounds(input: Value, **_: Any) -> Range:
     """Return the range of the dtype, whatever the first step gives: the others may carry anything that it holds."""
     dtype = torch.iinfo(input.fact.dtype)
     return Range(dtype.min, dtype.max)
 
 
 _MOVED: dict[str, Any] = {"bounds": lambda input, **_: union(input), "role": Role.LOOP, "zero_point": ZeroPoint.EQUIVARIANT}
-_CARRIED: dict[str, Any] = {**_MOVED, "bounds": _bounds}
+_CARRIED: dict[str, Any] = {**_MOVED, "bounds": carried_bounds}
 _LEAVING: dict[str, Any] = {**_CARRIED, "role": Role.LEAVING}
 
 

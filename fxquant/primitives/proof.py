@@ -153,7 +153,7 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
     if not real and any(value is None for name, value in arguments.items() if name in _ACTIVATIONS):
         refuse("it reads a value that is not an integer tensor of this graph")
     bounds = record.bounds(**arguments)
-    if described is not None and node.target in (loop.state, loop.last, loop.stack):  # by induction: each step's result is proved there
+    if described is not None and record.bounds is loop.carried_bounds:  # by induction: each step's result is proved there
         carried = [qparams(user) for user in node.args[1].users if user.target is loop.carry and user.args[2] == node.args[2]]  # type: ignore[union-attr]
         need(all(each is not None and each.dtype == described.dtype for each in carried), "its loop carries another dtype")
         _check_range(arguments["input"], record.kind, described)
