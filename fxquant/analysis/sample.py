@@ -54,8 +54,7 @@ def samples_from(path: Path, model: nn.Module) -> Named:
     A forward of one required argument takes the only array; otherwise arrays go by their names, or in order if numpy.savez numbered them.
     Raises ConfigurationError if the data cannot be read, if an argument has no array, and if arrays differ in their number of samples.
     """
-    parameters = inspect.signature(model.forward).parameters.values()
-    required = [each.name for each in parameters if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    required = arguments_of(model)
     arrays = named(arrays_from(path), required)
     missing = [name for name in required if name not in arrays]
     if missing:
@@ -72,6 +71,12 @@ def samples_from(path: Path, model: nn.Module) -> Named:
         because = f"{', '.join(doubles)} is float64, NumPy's default, and the model computes in float32"
         raise ConfigurationError(f"{path} does not fit the model", because=because, remedy="save it as float32: array.astype('float32')")
     return arrays
+
+
+def arguments_of(model: nn.Module) -> list[str]:
+    """Return the names of the arguments that a model's forward requires."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 
 def named(arrays: Named, names: Sequence[str]) -> Named:
@@ -124,11 +129,6 @@ def _of_file(path: Path) -> Named:
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise TypeError("it holds neither a tensor nor a dict of tensors")
     return {str(name): value for name, value in loaded.items()}
-
-
-def example_from(path: Path, model: nn.Module) -> Named:
-    """Return the first sample of a file or folder, as a batch of one. Raises ConfigurationError as `samples_from` does."""
-    return {name: array[:1] for name, array in samples_from(path, model).items()}
 
 
 def random_example(shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:

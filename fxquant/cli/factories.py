@@ -1,6 +1,7 @@
-"""The model that a command names, package.module:factory, and the options that commands share."""
+"""The model that a command names, package.module:factory or a name of a hub, and the options that commands share."""
 
 import argparse
+import ast
 import difflib
 import importlib
 import inspect
@@ -9,7 +10,8 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,22 +22,88 @@ from fxquant.errors import ConfigurationError
 from fxquant.support.progress import working
 
 FORM = "package.module:factory"
-REMEDY = f"name a class of modules, a function without arguments that returns a module, or a module, as {FORM}"
+HUB_FORMS = "timm:NAME, torchvision:NAME or hf:NAME"
+REMEDY = f"name a class of modules, a function that returns a module, or a module, as {FORM}, or a pretrained model as {HUB_FORMS}"
+
+
+@dataclass(frozen=True)
+class Hub:
+    """A package with pretrained models by name, each of which has the preprocessing that it was trained with."""
+
+    package: str
+    make: Callable[..., Any]  # from the package, a name and keywords
+    transform: Callable[..., Callable[[Any], Any]]  # from the package, the name and the model: from a PIL image to float32 (3, H, W)
+
+
+def _of_transformers(transformers: Any, name: str, **settings: Any) -> Any:
+    (architecture,) = transformers.AutoConfig.from_pretrained(name).architectures
+    return getattr(transformers, architecture).from_pretrained(name, **settings)
+
+
+def _transform_of_transformers(transformers: Any, name: str, _: nn.Module) -> Callable[[Any], Any]:
+    processor = transformers.AutoImageProcessor.from_pretrained(name)
+    return lambda image: processor(images=image, return_tensors="pt")["pixel_values"][0]
+
+
+HUBS = {
+    "timm": Hub(
+        "timm",
+        lambda timm, name, pretrained=True, **settings: timm.create_model(name, pretrained=pretrained, **settings),
+        lambda timm, _, model: timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False),
+    ),
+    "torchvision": Hub(
+        "torchvision",
+        lambda torchvision, name, weights="DEFAULT", **settings: torchvision.models.get_model(name, weights=weights, **settings),
+        lambda torchvision, name, _: torchvision.models.get_model_weights(name).DEFAULT.transforms(),
+    ),
+    "hf": Hub("transformers", _of_transformers, _transform_of_transformers),
+}
+
+
+def transform_of(name: str, model: nn.Module) -> Callable[[Any], Any] | None:
+    """Return the preprocessing of a hub's model, from a PIL image to float32 (3, H, W); None for other models."""
+    source, _, rest = name.partition("?")[0].partition(":")
+    if source not in HUBS:
+        return None
+    package = _imported(HUBS[source].package)
+    with _of_user(f"the preprocessing of {name} is not known", "give --size, --mean and --std"):
+        return HUBS[source].transform(package, rest, model)
 
 
 def model_named(name: str) -> nn.Module:
-    """Return the model of a name like package.module:factory, in eval mode; modules are imported from the current folder, too.
+    """Return the model of a name like package.module:factory?key=value, in eval mode; modules are imported from the current folder, too.
 
-    The factory is a class of modules or a function, which is called without arguments, or a module.
+    The factory is a class of modules or a function, which is called with the keywords behind the question mark, or a module. The model of
+    a hub is pretrained, unless `timm:NAME?pretrained=False` or `torchvision:NAME?weights=None` says otherwise.
     Raises ConfigurationError, with the line of the user's code, if it cannot be imported, raises, or returns something else.
     """
-    module, colon, path = name.partition(":")
-    if not colon or not path or not all(part.isidentifier() for part in (*module.split("."), *path.split("."))):
-        raise ConfigurationError(f"{name!r} does not name a model", because=f"a model is named as {FORM}", remedy=REMEDY)
-    with working(f"importing {module}"):
-        value = _attribute(_imported(module), path, name)
-        model = value if isinstance(value, nn.Module) else _made(value, name)
+    named, _, query = name.partition("?")
+    module, colon, path = named.partition(":")
+    settings = _settings(name, query)
+    with working(f"loading {named}"):
+        if module in HUBS and path:
+            package = _imported(HUBS[module].package)
+            with _of_user(f"{named} cannot be loaded", "look up the model's name, and whether its weights can be downloaded"):
+                return HUBS[module].make(package, path, **settings).eval()  # type: ignore[no-any-return]
+        if not colon or not path or not all(part.isidentifier() for part in (*module.split("."), *path.split("."))):
+            raise ConfigurationError(f"{name!r} does not name a model", because=f"a model is named as {FORM}", remedy=REMEDY)
+        value = _attribute(_imported(module), path, named)
+        model = value if isinstance(value, nn.Module) and not settings else _made(value, named, settings)
     return model.eval()
+
+
+def _settings(name: str, query: str) -> dict[str, Any]:
+    """Return the keywords of a name; one that is not a Python literal is a string."""
+    settings: dict[str, Any] = {}
+    for entry in filter(None, query.split("&")):
+        key, equals, value = entry.partition("=")
+        if not equals or not key.isidentifier():
+            because, remedy = f"{entry!r} is not key=value", f"write {FORM}?key=value&key=value, in quotes for the shell"
+            raise ConfigurationError(f"{name!r} does not name a model", because=because, remedy=remedy)
+        settings[key] = value
+        with suppress(ValueError, SyntaxError):
+            settings[key] = ast.literal_eval(value)
+    return settings
 
 
 def _imported(module: str) -> Any:
@@ -43,7 +111,9 @@ def _imported(module: str) -> Any:
     if here not in sys.path:
         sys.path.insert(0, here)
     importlib.invalidate_caches()
-    with _of_user(f"{module} cannot be imported", f"write a module that Python imports from {here} or from its own packages"):
+    packages = [hub.package for hub in HUBS.values()]
+    remedy = f"pip install {module}" if module in packages else f"write a module that Python imports from {here} or from its own packages"
+    with _of_user(f"{module} cannot be imported", remedy):
         return importlib.import_module(module)
 
 
@@ -59,15 +129,15 @@ def _attribute(value: Any, path: str, name: str) -> Any:
     return value
 
 
-def _made(factory: Any, name: str) -> nn.Module:
+def _made(factory: Any, name: str, settings: Mapping[str, Any]) -> nn.Module:
     if not callable(factory):
         raise ConfigurationError(f"{name} is not a factory", because=f"it is a {type(factory).__name__}", remedy=REMEDY)
-    required = _required(factory)
+    required = [each for each in _required(factory) if each not in settings]
     if required:
-        remedy = "write a function without arguments that passes them, and name that"
+        remedy = f"write {name}?{required[0]}=VALUE, or name a function that passes them"
         raise ConfigurationError(f"{name} cannot be called without arguments", because=f"it requires {', '.join(required)}", remedy=remedy)
     with _of_user(f"{name} does not make a model", "call it in Python, and mend what it raises"):
-        model = factory()
+        model = factory(**settings)
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"{name} does not make a model", because=f"it returns a {type(model).__name__}", remedy=REMEDY)
     return model

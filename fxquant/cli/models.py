@@ -3,10 +3,14 @@
 import argparse
 from typing import Any
 
-from fxquant.cli.factories import DATA, add_dynamic, add_form, add_rows, command, path, positive, shape
+from fxquant.cli.factories import DATA, HUB_FORMS, add_dynamic, add_form, add_rows, command, path, positive, shape
+from fxquant.cli.photographs import add_photographs
 from fxquant.errors import ConfigurationError
 
-MODEL = "the model: a class, a function without arguments or a module in a Python module; the current folder is importable"
+MODEL = (
+    "the model: a class, a function or a module in a Python module, with ?key=value for its arguments; the current folder is importable. "
+    f"Or a pretrained one: {HUB_FORMS}"
+)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +35,10 @@ def add_quantize(commands: Any) -> None:
         "Nothing is written before all of that is done. The exit status is 0 if not one bit differs, and 1 if one does.",
     )
     add_model(quantize)
-    quantize.add_argument("--data", type=path, required=True, metavar="PATH", help=f"samples to calibrate and to verify: {DATA}")
+    quantize.add_argument(
+        "--data", type=path, required=True, metavar="PATH", help=f"samples to calibrate and to verify: {DATA}; or photographs"
+    )
+    add_photographs(quantize)
     add_rows(quantize)
     quantize.add_argument("--out", default="quantized", metavar="FOLDER", help="where files are written (default: quantized)")
     add_form(quantize)
@@ -56,17 +63,22 @@ def add_check(commands: Any) -> None:
     source = check.add_mutually_exclusive_group(required=True)
     sizes = "sizes of a float32 input; once for each of forward's arguments"
     source.add_argument("--shape", action="append", type=shape, metavar="N,C,…", help=sizes)
-    source.add_argument("--data", type=path, metavar="PATH", help=f"samples, of which the first is the input: {DATA}")
+    source.add_argument("--data", type=path, metavar="PATH", help=f"samples, of which the first is the input: {DATA}; or photographs")
+    add_photographs(check)
 
 
 def _check(options: argparse.Namespace) -> int:
     import fxquant as fxq
-    from fxquant.analysis.sample import example_from, random_example
+    from fxquant.analysis.sample import random_example
     from fxquant.cli.factories import dynamic_shapes, model_named
+    from fxquant.cli.photographs import samples_of
 
     mapping = None if options.qconfig is None else fxq.load_qconfig(options.qconfig)
     model = model_named(options.model)
-    example = random_example(options.shape) if options.shape else example_from(options.data, model)
+    if options.shape:
+        example: Any = random_example(options.shape)
+    else:
+        example = {name: array[:1] for name, array in samples_of(options, model, most=1).items()}
     settings = fxq.Options(adapt=options.adapt, dynamic_shapes=dynamic_shapes(options.dynamic, model, example))
     result = fxq.check(model, example, options.target, mapping, options=settings)
     print(result)

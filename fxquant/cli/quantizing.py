@@ -16,9 +16,9 @@ from rich.table import Table
 from torch import Tensor
 
 import fxquant as fxq
-from fxquant.analysis.sample import samples_from
 from fxquant.api.files import check_horizon
 from fxquant.cli.factories import dynamic_shapes, model_named
+from fxquant.cli.photographs import samples_of
 from fxquant.errors import ConfigurationError
 from fxquant.reporting.statistics import in_decibels
 from fxquant.support.arguments import FOLDER, accepted
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         check_horizon(options.target)
     mapping = None if options.qconfig is None else fxq.load_qconfig(options.qconfig)
     model = model_named(options.model)
-    samples = samples_from(options.data, model)
+    samples = samples_of(options, model)
     calibration, held_out = _split(samples, options)
     batches = _batches(calibration, options.batch_size)
     settings = fxq.Options(adapt=options.adapt, dynamic_shapes=dynamic_shapes(options.dynamic, model, samples))
@@ -120,8 +120,8 @@ def _folder(options: argparse.Namespace) -> Path:
     for name in (MODEL, INTEGER, SUMMARY, *([REPORT] * options.report)):
         check_place(out / name)
     if options.report and find_spec("plotly") is None:
-        remedy = 'pip install "fxquant[report]", or leave it out by --no-report'
-        raise ConfigurationError("no report can be made", because="it needs plotly, which is not installed", remedy=remedy)
+        options.report = False
+        print('no report.html is written: it needs plotly, which pip install "fxquant[report]" installs')
     return out
 
 

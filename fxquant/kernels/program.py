@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import computed, is_python, nodes_in, own, resolve
-from fxquant.ir.loops import bodies, running
+from fxquant.ir.loops import bodies
 from fxquant.ir.loops import reads as read_by
 from fxquant.kernels.admission import is_primitive
 from fxquant.kernels.kernel import SLACK, Binding, Bound, Built, ChannelsLast, Forms, Implementation, Match
@@ -85,15 +85,27 @@ class Program:
             elif node not in needed or node in self.later or node.op == "get_attr" or node in within:
                 continue
             elif node in loops:
-                read = [self._plain(each) for each in (*node.all_input_nodes, *read_by(node)) if each.op != "get_attr"]
-                self.steps.append((partial(_loop, self.model, [node, *loops[node]], self.places), read, self._place(node, False)))
-                self.alone += loops[node]
-            elif node in self.chosen and self.chosen[node].built is not None:
-                self._write_kernel(node, self.chosen[node])
+                self._write_loop(node, loops[node])
             else:
-                reads = [self._plain(read) for read in node.all_input_nodes if read.op != "get_attr"]
-                self.steps.append((partial(_primitive, self.model, node, self.places), reads, self._place(node, False)))
-                self.alone.append(node)
+                self._write_node(node)
+
+    def _write_node(self, node: fx.Node) -> None:
+        if node in self.chosen and self.chosen[node].built is not None:
+            self._write_kernel(node, self.chosen[node])
+        else:
+            reads = [self._plain(read) for read in node.all_input_nodes if read.op != "get_attr"]
+            self.steps.append((partial(_primitive, self.model, node, self.places), reads, self._place(node, False)))
+            self.alone.append(node)
+
+    def _write_loop(self, start: fx.Node, body: Sequence[fx.Node]) -> None:
+        """Write a loop that no kernel computes as one step, of the steps of its body."""
+        reads = [self._plain(each) for each in (*start.all_input_nodes, *read_by(start)) if each.op != "get_attr"]
+        before, self.steps = self.steps, []
+        for node in (start, *body):
+            if node.op != "get_attr":
+                self._write_node(node)
+        before.append((partial(_loop, self.steps), reads, self._place(start, False)))
+        self.steps = before
 
     def computed(self) -> tuple[dict[fx.Node, Choice], list[fx.Node]]:
         """Return the choice at each node with a kernel, and the nodes that run as primitives, both in the graph's order."""
@@ -297,16 +309,15 @@ def _plain(form: ChannelsLast, layout: Layout, reads: list[int], writes: int, bu
     return run
 
 
-def _loop(model: fx.GraphModule, nodes: Sequence[fx.Node], place_of: Mapping[tuple[fx.Node, bool], int], *at: Any) -> Step:
-    """Return the step of a loop that no kernel computes: it runs the primitives of each step, and leaves the frame."""
-    places = {each: place_of[each, False] for each in (*nodes[0].all_input_nodes, *read_by(nodes[0])) if each.op != "get_attr"}
-    constants = {each: resolve(model, str(each.target)) for each in read_by(nodes[0]) if each.op == "get_attr"}
+def _loop(written: Sequence[tuple[Maker, list[int], int]], reads: list[int], writes: int, buffer: Tensor | None) -> Step:
+    """Return the step of a loop that no kernel computes: it runs the steps that are written for its body, and leaves the frame."""
+    begin, *body = [maker(places, place, None) for maker, places, place in written]
 
     def run(values: list[Any]) -> None:
-        by_node = {**constants, **{each: values[place] for each, place in places.items()}}
-        for node in running(nodes, by_node.__getitem__):
-            by_node[node] = computed(model, node, by_node.__getitem__)
-        values[at[1]] = by_node[nodes[0]]
+        begin(values)
+        while values[writes].more():
+            for step in body:
+                step(values)
 
     return run
 

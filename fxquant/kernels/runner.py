@@ -146,7 +146,9 @@ class Runner:
         forms = forms_of(model)
         chosen: dict[fx.Node, Chosen] = {}
         loops = {node for nodes in bodies(model.graph).values() for node in nodes}
-        fused = [(node, entry[0]) for node in model.graph.nodes if (entry := kernel(node)) is not None and node not in loops]
+        # In a loop that runs step by step: kernels that allocate their results, floats, at each step.
+        runs = {node for node in layouts if node not in loops or layouts[node][2].is_floating_point}
+        fused = [(node, entry[0]) for node in model.graph.nodes if (entry := kernel(node)) is not None and node in runs]
         within: set[fx.Node] = set()  # what kernels that were proved compute: those of the most nodes come first
         largest = sorted(fused, key=lambda each: -len(kernel(each[0])[1]))  # type: ignore[index]
         for node, name in progress(largest, len(fused), "proving kernels"):

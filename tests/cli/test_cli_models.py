@@ -1,9 +1,11 @@
 """The commands that take a model from Python to files: their files, findings and messages of refusal."""
 
+import argparse
 import importlib
 import json
 import re
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
 
 import fxquant as fxq
+from fxquant.cli.photographs import Preprocessing, samples_of
 from tests.cli.test_cli import called
 from tests.shared.programs import program
 
@@ -165,6 +169,72 @@ def test_check_lists_what_is_broken_with_line_and_remedy(capsys: pytest.CaptureF
     assert called(capsys, "check", "networks:Network", "--target", "bernoulli2", "--data", "images.npy")[:2] == (1, shown)
 
 
+# ---- photographs and hubs -----------------------------------------------------------------------------------------------
+PHOTOGRAPHS = ("--data", "photos", "--size", "6,8", "--resize", 8, "--mean", 0.5, "--std", "0.25,0.5,1", "--bgr")
+
+
+def write_photographs() -> None:
+    generator = np.random.default_rng(0)
+    for number in range(10):
+        sizes = (9 + number, 20 - number, 3)
+        Path(f"photos/{number % 3}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, sizes, np.uint8)).save(f"photos/{number % 3}/{number}.png")
+
+
+def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put a package in timm's place, with its functions and one model."""
+    stand_in = types.ModuleType("timm")
+    normalized = Preprocessing((8, 8), 0, (0.0,) * 3, (1.0,) * 3, False)
+    stand_in.create_model = lambda name, pretrained, width: nn.Conv2d(3, {"tiny": width}[name], 3) if pretrained else None  # type: ignore[attr-defined]
+    stand_in.data = types.SimpleNamespace(  # type: ignore[attr-defined]
+        resolve_model_data_config=lambda model: {"channels": model.in_channels},
+        create_transform=lambda channels, is_training: normalized if (channels, is_training) == (3, False) else None,
+    )
+    monkeypatch.setitem(sys.modules, "timm", stand_in)
+
+
+def test_photographs_become_samples_as_the_options_say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    write_photographs()
+    hub(monkeypatch)
+    options = argparse.Namespace(
+        model="networks:Network", data=Path("photos"), size=(6, 8), resize=8, mean=(0.5,) * 3, std=(0.25, 0.5, 1), bgr=True
+    )
+    samples = samples_of(options, network_of("Network"))["image"]
+    with Image.open(sorted(Path("photos").rglob("*.png"))[0]) as image:  # 9 high and 20 wide: 6 × 8 fits in 6 high, and so in 8
+        pixels = torch.tensor(np.asarray(image.resize((18, 8), 2).crop((5, 1, 13, 7)))).permute(2, 0, 1).flip(0) / 255
+    wanted = (pixels - 0.5) / torch.tensor([0.25, 0.5, 1])[:, None, None]
+    assert samples.shape == (10, 3, 6, 8)
+    assert sum(torch.equal(sample, wanted) for sample in samples) == 1
+    monkeypatch.setattr("fxquant.cli.quantizing.find_spec", lambda name: None)  # plotly is not installed
+    status, shown, _ = called(capsys, "quantize", "timm:tiny?width=4", "--data", "photos", "--out", "out")
+    assert status == 0
+    assert "no report.html is written: it needs plotly" in shown
+    assert files_of("out") == ["integer.fxq", "model.onnx", "summary.json"]
+    assert "10 of 10 photographs in photos: RGB, resized to 8 × 8" in shown
+    assert called(capsys, "check", "timm:tiny?width=4", *PHOTOGRAPHS)[0] == 0
+
+
+def test_photographs_that_cannot_be_samples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    write_photographs()
+    hub(monkeypatch)
+    Path("broken").mkdir()
+    Path("broken/1.jpg").write_bytes(b"not an image")
+    cases = {
+        ("networks:Network", "--data", "photos"): "--size is needed",
+        ("networks:Network", "--data", "photos", "--size", 8, "--resize", 4): "--resize is too small",
+        ("networks:Network", "--data", "images.npy", "--size", 8): "--size means nothing here",
+        ("networks:Network", "--data", "broken", "--size", 8): "broken/1.jpg cannot be read as an image",
+        ("networks:Two", "--data", "photos", "--size", 8): "forward takes image, mask",
+        ("networks:sized?width", "--data", "images.npy"): "'width' is not key=value",
+        ("timm:absent?width=4", "--data", "photos"): "timm:absent cannot be loaded",
+        ("torchvision:resnet18", "--data", "photos"): "pip install torchvision",
+    }
+    for command, said in cases.items():
+        assert_refused(called(capsys, "quantize", *command, "--out", "out", "--no-report"), said)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert_refused(called(capsys, "quantize", "timm:tiny?width=4", "--data", "photos", "--out", "out"), "Pillow is not installed")
+
+
 # ---- errors -------------------------------------------------------------------------------------------------------------
 FACTORIES = {
     "networks": "does not name a model", "networks:": "does not name a model", "networks.py:Network": "networks.py cannot be imported",
@@ -272,8 +342,3 @@ def test_ctrl_c_leaves_no_folder_and_no_traceback(monkeypatch: pytest.MonkeyPatc
     command = ("quantize", "networks:Network", "--data", "images.npy", "--out", "out", "--no-report")
     assert called(capsys, *command) == (130, "", "fxquant: interrupted\n")
     assert not Path("out").exists()
-
-
-def test_a_report_needs_plotly_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("fxquant.cli.quantizing.find_spec", lambda name: None)
-    assert_refused(called(capsys, "quantize", "absent:Network", "--data", "absent.npy", "--out", "out"), "plotly", "--no-report")
