@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant import primitives
 from fxquant.accuracy.choices import Choices
+from fxquant.analysis.recording import runner_of
 from fxquant.search.observer_search import with_observer
 from tests.shared import contract, oracle
 from tests.shared.networks import members, written
@@ -161,13 +162,19 @@ def test_a_file_of_a_recurrence_is_fed_layer_by_layer(tmp_path: Path) -> None:
     assert {"layer_linear", "layer_linear_1_step_1", "layer_linear_1_step_2", "head"} <= report.names
 
 
-def test_kernels_have_the_bits_of_the_primitive() -> None:
-    model = live(nn.Sequential(nn.Linear(5, 33), nn.Linear(33, 4, bias=False)))
-    _, integer = converted(model, X)
-    _, plain = converted(model, X, kernels="reference")
-    for operand in (*OPERANDS.values(), drawn(7, 5), X.repeat(1, 2)[:, ::2], X[:0]):
+@pytest.mark.parametrize("steps", [0, 5])
+def test_kernels_have_the_bits_of_the_primitive(steps: int) -> None:
+    model = live(Sequence(nn.LSTM) if steps else nn.Sequential(nn.Linear(5, 33), nn.Linear(33, 4, bias=False)))
+    example = drawn(2, steps, 5) if steps else X
+    _, integer = converted(model, example)
+    _, plain = converted(model, example, kernels="reference")
+    others = (drawn(7, 5), X.repeat(1, 2)[:, ::2], X[:0])
+    for operand in (example * 3, drawn(3, steps, 5, seed=2)) if steps else (*OPERANDS.values(), *others):
         for _ in range(3):  # primitives, kernels, kernels again
             assert contract.same_bytes(integer(operand), plain(operand))
+        chosen = [choice.implementation for choice in runner_of(integer).choices(integer).values() if choice.kernel == "dynamic layer"]
+        assert len(set(chosen)) == 1 or not len(operand), "a layer inside of a loop has the kernel of those outside"
+        assert len(chosen) == (3 if steps else 2)
 
 
 def test_learned_scales_and_saved_files(tmp_path: Path) -> None:
