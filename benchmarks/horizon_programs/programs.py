@@ -12,8 +12,6 @@ from types import SimpleNamespace
 import horizon_plugin_pytorch as horizon
 import horizon_plugin_pytorch.nn as hnn
 import torch
-from hbdk4.compiler import compile, load, save, statistics, visualize
-from hbdk4.compiler import convert as convert_hbir
 from horizon_plugin_profiler import QuantAnalysis
 from horizon_plugin_pytorch.dtype import qint8, qint16
 from horizon_plugin_pytorch.functional import rgb2centered_yuv
@@ -42,7 +40,6 @@ from horizon_plugin_pytorch.quantization import (
     visualize_model,
     weight_reconstruction,
 )
-from horizon_plugin_pytorch.quantization.hbdk4 import export, get_hbir_input_flattener, get_hbir_output_unflattener
 from horizon_plugin_pytorch.quantization.observer_v2 import FixedScaleObserver, HistogramObserver, MinMaxObserver, MSEObserver
 from horizon_plugin_pytorch.quantization.qconfig import (
     QConfig,
@@ -428,25 +425,6 @@ def train_after_templates(run):
     run.qat_model = train(calibrate(model, run.batches), run.batches)
 
 
-def camera_before_compile(run):
-    """NV12 is inserted at the input of the integer module, before it is compiled."""
-    run.qat_model = calibrate(prepare(run.float_model, (run.batches[0],), qconfig_setter=QconfigSetter(get_qconfig())), run.batches)
-    qat_bc = export(run.qat_model, (run.batches[0],), name="net")
-    save(convert_hbir(qat_bc, "nash-e"), "float_input.bc")
-    quantized = load("float_input.bc")
-    flat = quantized.functions[0](*get_hbir_input_flattener(quantized)(run.batches[0]))
-    assert torch.equal(get_hbir_output_unflattener(quantized)(flat), run.qat_model(run.batches[0]))
-    image = quantized[0].flatten_inputs[0].insert_transpose(permutes=[0, 3, 1, 2])
-    image = image.insert_image_preprocess(
-        mode="yuvbt601full2rgb", divisor=255, mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225], is_signed=True
-    )
-    image.insert_image_convert("nv12")
-    planes = torch.randint(0, 256, (1, 16, 16, 1), dtype=torch.uint8), torch.randint(0, 256, (1, 8, 8, 2), dtype=torch.uint8)
-    assert quantized[0](*planes)[0].shape == (1, 4, 16, 16)
-    save(quantized, "quantized.bc")
-    compile(quantized, "model.hbm", "nash-e", opt=2, jobs=16, progress_bar=False)
-
-
 def correlate(run):
     hnn.Correlation(kernel_size=3)
 
@@ -457,26 +435,12 @@ def scales_at_run_time(run):
     calibrated_from(*IN_8_BITS, SetDynamicQuantTemplate({"head": qint8}))(run)
 
 
-def module_of_an_onnx_file(run):
-    from hbdk4.compiler.onnx import export
-
-    torch.onnx.export(nn.Conv2d(3, 4, 1), torch.randn(1, 3, 8, 8), "model.onnx")
-    export("model.onnx")
-
-
 def files_for_the_s100(run):
-    quantized = convert_hbir(export(run.qat_model, run.batches[0]), "nash-e")
-    save(quantized, "quantized.bc")
-    quantized.functions[0].remove_io_op(op_types=["Dequantize", "Quantize"])
-    assert "hbtl" not in str(statistics(quantized))
-    visualize(quantized, "quantized.onnx")
-    run.quantized_model = quantized.model
+    from hbdk4.compiler import convert as convert_hbir
+    from hbdk4.compiler import save
+    from horizon_plugin_pytorch.quantization.hbdk4 import export
 
-
-def compile_for_the_s100(run):
-    quantized = convert_hbir(export(run.qat_model, run.batches[0]), "nash-e")
-    save(quantized, "quantized.bc")
-    compile(quantized, "model.hbm", "nash-e", opt=2, jobs=64, progress_bar=True)
+    save(convert_hbir(export(run.qat_model, run.batches[0]), "nash-e"), "quantized.bc")
 
 
 def one_layer_in_float(run):
@@ -622,11 +586,7 @@ PROGRAMS = {
     "v3_nn_modules": ("nash-e", OfPluginModules, calibrated_from(ModuleNameTemplate({"": qint16}))),
     "v3_correlation": ("nash-e", Net, calibrated_from(*IN_8_BITS), correlate),
     "v3_segments": ("nash-e", Net, calibrated_from(*IN_8_BITS), one_layer_in_float),
-    # the S100: export, convert, statistics, files, a camera, and the compilation, whose compiler is closed
-    "v3_s100": ("nash-e", Net, calibrated_from(*IN_8_BITS), files_for_the_s100),
-    "v3_s100_compile": ("nash-e", Net, calibrated_from(*IN_8_BITS), compile_for_the_s100),
-    "v3_camera": ("nash-e", OBSERVED, camera_before_compile),
-    "v3_onnx_front": ("nash-e", Net, module_of_an_onnx_file),
+    "v3_s100": ("nash-e", Net, calibrated_from(*IN_8_BITS), files_for_the_s100),  # modules of the compiler, which is closed
 }  # fmt: skip
 
 

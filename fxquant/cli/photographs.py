@@ -54,11 +54,26 @@ def add_photographs(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how photographs in --data become samples."""
     about = "where --data is a folder of images; a model of timm, torchvision or hf has its own preprocessing, which these replace"
     group = parser.add_argument_group("photographs", about)
-    group.add_argument("--size", type=sizes, metavar="H[,W]", help="height and width of the model's input, in pixels")
-    group.add_argument("--resize", type=int, metavar="N", help="shorter side before the crop; 0: none is cropped (default: --size / 0.875)")
-    group.add_argument("--mean", type=three, metavar="R,G,B", help="subtracted from values from 0 to 1 (default: ImageNet's)")
-    group.add_argument("--std", type=three, metavar="R,G,B", help="what the difference is divided by (default: ImageNet's)")
-    group.add_argument("--bgr", action="store_true", help="channels in the order blue, green, red; --mean and --std are in that order, too")
+    group.add_argument("--size", dest="photo_size", type=sizes, metavar="H[,W]", help="height and width of the model's input, in pixels")
+    group.add_argument(
+        "--resize",
+        dest="photo_resize",
+        type=int,
+        metavar="N",
+        help="shorter side before the crop; 0: none is cropped (default: --size / 0.875)",
+    )
+    group.add_argument(
+        "--mean", dest="photo_mean", type=three, metavar="R,G,B", help="subtracted from values from 0 to 1 (default: ImageNet's)"
+    )
+    group.add_argument(
+        "--std", dest="photo_std", type=three, metavar="R,G,B", help="what the difference is divided by (default: ImageNet's)"
+    )
+    group.add_argument(
+        "--bgr",
+        dest="photo_bgr",
+        action="store_true",
+        help="channels in the order blue, green, red; --mean and --std are in that order, too",
+    )
 
 
 def sizes(text: str) -> tuple[int, int]:
@@ -84,7 +99,7 @@ def samples_of(options: argparse.Namespace, model: nn.Module, most: int = MOST) 
     """
     path = options.data
     files = sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES) if path.is_dir() else []
-    stated = [f"--{name}" for name in ("size", "resize", "mean", "std", "bgr") if getattr(options, name) not in (None, False)]
+    stated = [f"--{name[6:]}" for name, value in vars(options).items() if name.startswith("photo_") and value not in (None, False)]
     if not files:
         if stated:
             because = f"{path} is not a folder of images ({', '.join(SUFFIXES)})"
@@ -102,14 +117,14 @@ def preprocessing(options: argparse.Namespace, model: nn.Module, stated: bool) -
     own = None if stated else transform_of(options.model, model)
     if own is not None:
         return own
-    if options.size is None:
+    if options.photo_size is None:
         because = "photographs have sizes of their own, and the model does not say which one it takes"
         raise ConfigurationError("--size is needed", because=because, remedy="give --size, and --mean and --std as the model was trained")
-    resize = round(min(options.size) / 0.875) if options.resize is None else options.resize
-    if resize and resize < min(options.size):
+    resize = round(min(options.photo_size) / 0.875) if options.photo_resize is None else options.photo_resize
+    if resize and resize < min(options.photo_size):
         because = f"{resize} pixels are fewer than --size has"
         raise ConfigurationError("--resize is too small", because=because, remedy="give a larger one, or 0")
-    return Preprocessing(options.size, resize, options.mean or MEAN, options.std or STD, options.bgr)
+    return Preprocessing(options.photo_size, resize, options.photo_mean or MEAN, options.photo_std or STD, options.photo_bgr)
 
 
 def _read(path: Path, files: list[Path], transform: Callable[[Any], Tensor], most: int) -> Tensor:

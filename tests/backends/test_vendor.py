@@ -181,17 +181,6 @@ def test_a_model_of_normalized_images_reads_a_camera(target: str, tmp_path: Path
     verified(fxq.board.with_camera(integer, mean=MEAN, std=STD), tmp_path, [yuv], camera="nv12")
 
 
-def test_a_module_with_the_image_of_a_camera_is_compiled_with_it(tmp_path: Path) -> None:
-    integer, yuv, _ = of_rgb("bayes-e")
-    module = horizon.hbdk4.compiler.Module(integer)
-    image = module.functions[0].inputs[0].insert_transpose([0, 3, 1, 2])
-    image.insert_image_preprocess("yuvbt601full2rgb", 1, MEAN, STD).insert_image_convert("nv12")
-    assert horizon.hbdk4.compiler.compile(module, tmp_path / "net.hbm", "bayes-e") == 0
-    assert "input_type_rt: 'nv12'" in (tmp_path / "net" / "model.yaml").read_text(encoding="utf-8")
-    report = fxq.verify(module.model, tmp_path / "net.bin", [yuv])
-    assert report, str(report)
-
-
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
 def test_a_program_that_returns_integers_channels_last_is_compared(target: str, tmp_path: Path) -> None:
     integer = converted(layers(lambda m, x: (y := torch.relu(m.a(x)), m.b(y))), target)

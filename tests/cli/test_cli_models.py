@@ -197,7 +197,13 @@ def test_photographs_become_samples_as_the_options_say(capsys: pytest.CaptureFix
     write_photographs()
     hub(monkeypatch)
     options = argparse.Namespace(
-        model="networks:Network", data=Path("photos"), size=(6, 8), resize=8, mean=(0.5,) * 3, std=(0.25, 0.5, 1), bgr=True
+        model="networks:Network",
+        data=Path("photos"),
+        photo_size=(6, 8),
+        photo_resize=8,
+        photo_mean=(0.5,) * 3,
+        photo_std=(0.25, 0.5, 1),
+        photo_bgr=True,
     )
     samples = samples_of(options, network_of("Network"))["image"]
     with Image.open(sorted(Path("photos").rglob("*.png"))[0]) as image:  # 9 high and 20 wide: 6 × 8 fits in 6 high, and so in 8

@@ -1,11 +1,10 @@
 """Files of the plugin's and its compiler's names, wrapped functions that are kept whole, and lines of the log."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from fxquant.compat.horizon import served as march
 from tests.shared.networks import members
 
 fx_helper, jit_scheme = horizon.fx.fx_helper, horizon.fx.jit_scheme
-compiler, hbdk4, QuantAnalysis = horizon.hbdk4.compiler, horizon.quantization.hbdk4, horizon.profiler.QuantAnalysis
+QuantAnalysis = horizon.profiler.QuantAnalysis
 BATCHES = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
 NARROW = horizon.QconfigSetter(templates=[horizon.ModuleNameTemplate({"": "qint8"})])
 
@@ -44,87 +43,7 @@ def calibrated(model: nn.Module | None = None, setter: Any = NARROW) -> Any:
     return prepared
 
 
-# ---- modules of the compiler ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("setter", [NARROW, horizon.default_calibration_qconfig_setter], ids=["int8", "int32"])
-def test_a_module_whose_ends_were_left_out_takes_and_returns_integers(setter: Any, tmp_path: Path) -> None:
-    built = compiler.convert(hbdk4.export(calibrated(setter=setter), BATCHES[0], name="net"), "nash-e")
-    assert torch.equal(built(BATCHES[0]), built.model(BATCHES[0]))
-    built.functions[0].remove_io_op(op_types=["Dequantize", "Quantize"])
-    compiler.save(built, tmp_path / "quantized.bc")
-    again = compiler.load(tmp_path / "quantized.bc")
-    assert (again.name, again.io) == ("net", "integer")
-    held = next(fxq.inspect.record(built.model, [BATCHES[0]], ("quantized", "accumulators")))
-    names = list(held)
-    inputs = held[names[0]].to(torch.int8)
-    file = compiler.visualize(again, tmp_path / "quantized.onnx")
-    session = onnxruntime.InferenceSession(str(file))
-    (expected,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
-    for module in (built, again):
-        result = module(inputs)
-        assert result.dtype is (torch.int8 if setter is NARROW else torch.int32)
-        assert torch.equal(result, torch.from_numpy(expected))
-        assert torch.equal(result.long(), held[names[-1]])
-
-
-@pytest.mark.parametrize("order", ["rgb", "bgr"])
-def test_a_module_takes_the_image_of_a_camera(order: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    step = 1 if order == "rgb" else -1
-    mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
-    colours = {"rgb": fxq.nn.YuvToRgb, "bgr": fxq.nn.YuvToBgr}[order](mean=[255 * m for m in mean], std=[255 * s for s in std])
-    planes = fxq.nn.rgb_to_nv12(torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)))
-    yuv = fxq.nn.Nv12ToYuv444()(*planes)
-    prepared = horizon.prepare(Net().eval(), colours(yuv), NARROW)
-    fxq.calibrate(prepared, [colours(yuv)])
-    module = compiler.convert(hbdk4.export(prepared, colours(yuv)), "nash-e")
-    (expected,) = module.functions[0](colours(yuv).numpy())
-    taken = module.graphs[0].flatten_inputs[0].insert_transpose([0, 3, 1, 2])
-    assert torch.equal(module[0](colours(yuv).permute(0, 2, 3, 1))[0], expected)
-    taken = taken.insert_image_preprocess(f"yuvbt601full2{order}", 255, mean[::step], std[::step])
-    (of_bytes,) = module[0](yuv.permute(0, 2, 3, 1).to(torch.uint8))
-    assert [one.name for one in taken.insert_image_convert("nv12")] == [one.name for one in module[0].inputs] == ["x_y", "x_uv"]
-    compiler.save(module, tmp_path / "nv12.bc")
-    (result,) = compiler.load(tmp_path / "nv12.bc")[0](*planes)
-    assert torch.equal(result, of_bytes)
-    assert torch.equal(hbdk4.get_hbir_output_unflattener(module)(module[0](*planes)), result)
-    assert (result - expected).norm() < 0.1 * expected.norm()
-    file = compiler.visualize(module, tmp_path / "nv12.onnx")
-    assert torch.equal(computed(file, yuv - 128), result)
-    assert any("Y, U and V minus 128, times 1; calls of the module take nv12" in record.getMessage() for record in caplog.records)
-
-
-def test_a_model_of_yuv_takes_the_bytes_that_it_was_trained_with() -> None:
-    planes = fxq.nn.rgb_to_nv12(torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)))
-    image = fxq.nn.Nv12ToYuv444(centred=True)(*planes) / 128
-    module = compiler.convert(calibrated(), "nash-e")
-    expected = module(image)
-    module[0].inputs[0].insert_transpose([0, 3, 1, 2]).insert_image_preprocess(None, 1, [128] * 3, [128] * 3).insert_image_convert()
-    assert torch.equal(module(*planes), expected)
-
-
-WRONG_ENDS: dict[str, Callable[[Any], Any]] = {
-    "one of two": lambda built: built[0].remove_io_op(op_types=["Dequantize"]),
-    "another operator": lambda built: built[0].remove_io_op(op_types=["Quantize", "Dequantize", "Softmax"]),
-    "a name": lambda built: built[0].remove_io_op(op_names=["conv"]),
-    "floats inside": lambda built: compiler.Module(calibrated())[0].remove_io_op(),
-    "an image before its steps": lambda built: built[0].inputs[0].insert_image_convert("nv12"),
-    "another order": lambda built: built[0].inputs[0].insert_transpose([0, 2, 3, 1]),
-    "another conversion": lambda built: built[0].inputs[0].insert_transpose([0, 3, 1, 2]).insert_image_preprocess("yuvbt601video2rgb"),
-    "a mean of its own": lambda built: built[0].inputs[0].insert_transpose([0, 3, 1, 2]).insert_image_preprocess(None, 255, [0.5] * 3),
-    "another edit": lambda built: built[0].inputs[0].insert_split(0),
-    "an image of a function": lambda built: built[0].insert_image_convert("nv12"),
-}
-
-
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize("name", WRONG_ENDS)
-def test_ends_that_cannot_be_changed(name: str) -> None:
-    module = compiler.convert(calibrated(), "nash-e")
-    with pytest.raises(fxq.errors.ConfigurationError) as caught:
-        WRONG_ENDS[name](module)
-    assert caught.value.remedy
-    assert module.io == "float"
-
-
+# ---- folders ---------------------------------------------------------------------------------------------------------------
 def test_the_folder_for_hb_compile_is_left_where_its_compiler_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     integer = horizon.convert_fx(calibrated())
     with caplog.at_level("INFO", "fxquant"), pytest.raises(fxq.errors.ConfigurationError, match="cannot be compiled here") as refused:
@@ -133,11 +52,6 @@ def test_the_folder_for_hb_compile_is_left_where_its_compiler_is_not(tmp_path: P
     assert any("O3 is replaced by O2" in record.getMessage() for record in caplog.records)
     assert "optimize_level: 'O2'" in (tmp_path / "model" / "model.yaml").read_text()
     assert torch.equal(computed(tmp_path / "model" / "model.onnx", BATCHES[0][:1]), integer(BATCHES[0][:1]))
-    module = compiler.convert(calibrated(), "nash-e")
-    module[0].remove_io_op()
-    with pytest.raises(fxq.errors.ConfigurationError, match="cannot be compiled here"):
-        compiler.compile(module, tmp_path / "other.hbm", "nash-e")
-    assert any("float tensors" in record.getMessage() for record in caplog.records)
 
 
 def test_what_stays_in_float_is_named_for_the_processor(tmp_path: Path) -> None:
