@@ -6,13 +6,11 @@ there. `python -m fxquant.compat.horizon benchmarks/horizon_programs/programs.py
 
 import copy
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import horizon_plugin_pytorch as horizon
 import horizon_plugin_pytorch.nn as hnn
 import torch
-from horizon_plugin_profiler import QuantAnalysis
 from horizon_plugin_pytorch.dtype import qint8, qint16
 from horizon_plugin_pytorch.functional import rgb2centered_yuv
 from horizon_plugin_pytorch.march import March, set_march
@@ -69,17 +67,7 @@ from horizon_plugin_pytorch.quantization.qconfig_template import (
     qat_8bit_weight_16bit_fixed_act_qconfig_setter,
     sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter,
 )
-from horizon_plugin_pytorch.utils.check_model import check_qat_model
 from horizon_plugin_pytorch.utils.onnx_helper import export_quantized_onnx, export_to_onnx
-from horizon_plugin_pytorch.utils.quant_profiler import (
-    check_deploy_device,
-    check_qconfig,
-    check_unfused_operations,
-    compare_weights,
-    featuremap_similarity,
-    get_module_called_count,
-    model_profiler,
-)
 from torch import distributed, nn
 from torch.quantization import QConfig as TorchQConfig
 
@@ -291,11 +279,6 @@ def export_onnx(run):
     export_quantized_onnx(run.quantized_model, (run.batches[0],), "quantized.onnx")
 
 
-def deep_on_the_host(run):
-    devices = check_deploy_device(run.qat_model)
-    assert devices["deep"] == "host", devices
-
-
 def export_hybrid(run):
     export_to_onnx(run.qat_model, run.batches[0], "hybrid.onnx", opset_version=11, operator_export_type=None)
 
@@ -342,55 +325,9 @@ def compile_hybrid(run):
 
 
 def compare_stages(run):
-    image = run.batches[0]
-    assert get_module_called_count(run.float_model, image)["head"] == 1
-    check_unfused_operations(run.float_model, image, print_tabulate=False)
-    check_qconfig(run.qat_model, image, out_dir=".")
-    rows = featuremap_similarity(run.qat_model, run.quantized_model, image, "L1", out_dir=".")
-    assert rows
-    assert all(row.atol == 0 for row in rows)
-    compare_weights(run.qat_model, run.quantized_model)
-    model_profiler(run.float_model, run.qat_model, image, mode="FvsQ", out_dir=".")
+    from horizon_plugin_pytorch.utils.quant_profiler import featuremap_similarity
 
-
-def tools_before_prepare(run):
-    model, image = run.float_model, run.batches[0]
-    check_unfused_operations(copy.deepcopy(model), image, print_tabulate=True)
-    assert get_module_called_count(copy.deepcopy(model), image, check_leaf_module=None, print_tabulate=True)["deep"] == 1
-
-
-def tools_with_folders(run):
-    image, folder = run.batches[0], "./debug"
-    check_qat_model(run.qat_model, image, save_results=True, out_dir=folder)
-    assert Path("./debug/model_check_result.txt").read_text()
-    check_qconfig(run.qat_model, image, prefixes=("stem",), out_dir=folder)
-    compare_weights(run.float_model, run.qat_model, similarity_func="Cosine", with_tensorboard=False, tensorboard_dir=None, out_dir=folder)
-    to_integers(run)
-    featuremap_similarity(run.qat_model, run.quantized_model, image, similarity_func="L1", threshold=0.1, out_dir=folder)
-
-
-def analyse(run):
-    analysis = QuantAnalysis(run.float_model, run.qat_model, "fake_quant", out_dir="analysis")
-    analysis.auto_find_bad_case(run.batches)
-    analysis.run()
-    analysis.compare_per_layer()
-    assert analysis.sensitivity()[0][1] in ("activation", "weight")
-    HistogramObserver.reset_scale(run.qat_model, method="percentile", method_kwargs={"percentile": 0.9999})
-
-
-def widen_by_a_bad_case(run):
-    """The analysis of a bad case gives the layers that a second calibration makes wide."""
-    analysis = QuantAnalysis(run.float_model, run.qat_model, "fake_quant", out_dir="./analysis")
-    analysis.auto_find_bad_case(run.batches, num_steps=3)
-    analysis.save_bad_case()
-    analysis.clean()
-    analysis.load_bad_case()
-    analysis.run()
-    analysis.compare_per_layer()
-    table = [row for row in analysis.sensitivity() if row[1] == "activation" and row[0] in ("stem_0", "deep")]
-    setters = sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter(table, topk=2), default_calibration_qconfig_setter
-    model = prepare(copy.deepcopy(run.float_model), (run.batches[0],), setters, PrepareMethod.JIT_STRIP)
-    run.qat_model = calibrate(model, run.batches)
+    featuremap_similarity(run.qat_model, run.quantized_model, run.batches[0], "L1", out_dir=".")
 
 
 def search(run):
@@ -546,13 +483,12 @@ PROGRAMS = {
     "v1_distributed": (March.BAYES_E, OBSERVED, CALIBRATED, train_on_ranks, to_integers),
     "v1_optimizer_before_batch": (March.BAYES, Net, optimizer_before_shapes),
     # chosen operators on the host: an ONNX file, and a program of the vendor's compiler
-    "v1_hybrid": (March.BAYES, OBSERVED, calibrated_fx({"": CALIB}, **HOST_DEEP), to_integers, deep_on_the_host, export_hybrid),
-    "v1_hybrid_compile": (March.BAYES, OBSERVED, calibrated_fx({"": CALIB}, **HOST_DEEP), to_integers, deep_on_the_host, compile_hybrid),
+    "v1_hybrid": (March.BAYES, OBSERVED, calibrated_fx({"": CALIB}, **HOST_DEEP), to_integers, export_hybrid),
+    "v1_hybrid_compile": (March.BAYES, OBSERVED, calibrated_fx({"": CALIB}, **HOST_DEEP), to_integers, compile_hybrid),
     # files, and tools for diagnosis
     "v1_export_onnx": (March.BAYES, OBSERVED, CALIBRATED, to_integers, export_onnx),
     "v1_jit_save": (March.BAYES, OBSERVED, CALIBRATED, to_integers, save_a_trace),
     "v1_similarity": (March.BAYES, OBSERVED, CALIBRATED, to_integers, compare_stages),
-    "v1_tools": (March.BAYES_E, OBSERVED, tools_before_prepare, CALIBRATED, tools_with_folders),
     # 2.x: ready setters, setters by name and by a table of sensitivities, analysis
     "v2_default_setters": (March.NASH_E, Net, calibrated_by(default_calibration_qconfig_setter), trained_by(default_qat_qconfig_setter)),
     "v2_int16_setters": (March.NASH_M, Net, calibrated_by(calibration_8bit_weight_16bit_act_qconfig_setter),
@@ -563,8 +499,6 @@ PROGRAMS = {
     "v2_sensitive": (March.NASH_E, Net, calibrated_by((BY_SENSITIVITY, default_calibration_qconfig_setter))),
     "v2_attention": (March.NASH_E, Attention, calibrated_by(gemm_int8_calibration_qconfig_setter)),
     "v2_eager_method": (March.NASH_E, Eager, calibrated_by(default_calibration_qconfig_setter, PrepareMethod.EAGER)),
-    "v2_analysis": (March.NASH_E, Net, calibrated_by(default_calibration_qconfig_setter), analyse),
-    "v2_bad_case": (March.NASH_M, OBSERVED, calibrated_by(default_calibration_qconfig_setter), widen_by_a_bad_case),
     "v2_auto_calibrate": (March.NASH_E, Net, calibrated_by(None), search),
     "v2_consistency": (March.NASH_E, Net, first_consistency_level, calibrated_by(None)),
     # 3.x: templates in their order

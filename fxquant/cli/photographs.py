@@ -137,7 +137,7 @@ def _read(path: Path, files: list[Path], transform: Callable[[Any], Tensor], mos
     chosen, samples = files[:most], []
     for file in progress(chosen, len(chosen), "reading photographs"):
         try:
-            with Image.open(file) as image:
+            with Image.open(fp=file, mode="r") as image:
                 samples.append(transform(ImageOps.exif_transpose(image).convert("RGB")))
         except (OSError, ValueError, SyntaxError) as error:  # what Pillow raises for damaged files
             because = (str(error) or type(error).__name__).splitlines()[0]

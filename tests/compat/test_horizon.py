@@ -376,7 +376,7 @@ def test_rules_of_a_dict_and_what_stays_on_the_host() -> None:
     dtype_of = dtypes(horizon.prepare_qat_fx(model, rules, example_inputs=BATCHES[0]))
     assert (dtype_of["conv"], dtype_of["head"]) == ("int16", "int32")
     hybrid = horizon.prepare_qat_fx(model, rules, None, False, True, {"module_name": ["head"]}, example_inputs=BATCHES[0])
-    assert horizon.check_deploy_device(hybrid)["head"] == "host"
+    assert {layer.name: layer.device for layer in fxq.inspect.layers(hybrid)}["head"] == "host"
     model.head.qconfig = None
     assert dtypes(horizon.prepare_qat_fx(model, rules, example_inputs=BATCHES[0]))["head"] == "float32"
     eager = Net().eval()
@@ -461,46 +461,6 @@ def test_the_template_for_high_precision_outputs_finds_the_last_layer() -> None:
 
 
 # ---- tools ------------------------------------------------------------------------------------------------------------------
-def test_similarity_of_float_prepared_and_integer_models(tmp_path: Path) -> None:
-    model = Net().eval()
-    prepared = calibrated(prepared_as(horizon.default_calib_8bit_fake_quant_qconfig, model))
-    integer = horizon.convert_fx(prepared)
-    rows = horizon.featuremap_similarity(model, integer, BATCHES[0], "SQNR", 36.0, out_dir=str(tmp_path))
-    by_name = {row.name: row for row in rows}
-    assert {"x_quantize", "conv", "skip", "head", "output 0"} <= set(by_name)
-    exact, noisy = model(BATCHES[0]), integer(BATCHES[0])
-    assert by_name["output 0"].similarity == pytest.approx(10 * torch.log10(exact.square().sum() / (exact - noisy).square().sum()).item())
-    assert by_name["head"].scale == pytest.approx(fxq.qparams(prepared)["head"])
-    marked = [line[2:34].strip() for line in (tmp_path / "similarity.txt").read_text().splitlines() if line.startswith("*")]
-    assert marked == [row.name for row in rows if row.similarity < 36.0]
-    assert all(row.atol == 0 for row in horizon.featuremap_similarity(prepared, integer, BATCHES[0], "L1"))
-    assert all(0.9 < row.similarity < 1.001 for row in horizon.featuremap_similarity(model, prepared, BATCHES[0]))
-    assert "skip" in horizon.check_qconfig(prepared, out_dir=str(tmp_path))
-    assert (tmp_path / "qconfig_info.txt").read_text() == fxq.explain(prepared)
-
-
-def test_how_often_modules_are_called(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = written(lambda m, x: m.twice(torch.relu(m.twice(x))), twice=nn.Linear(4, 4), never=nn.Linear(4, 4)).eval()
-    inputs = (torch.randn(2, 4),)
-    assert horizon.get_module_called_count(model, inputs, None, True) == {"twice": 2, "never": 0}
-    assert capsys.readouterr().out.split() == ["twice", "2", "never", "0"]
-    prepared = horizon.prepare_qat_fx(model, {"": horizon.default_qat_8bit_fake_quant_qconfig}, example_inputs=inputs)
-    text = horizon.check_qat_model(prepared, inputs, save_results=True, out_dir=str(tmp_path))
-    assert (tmp_path / "model_check_result.txt").read_text() == text
-    assert "  twice 2" in text
-    assert fxq.explain(prepared) in text
-
-
-def test_tools_have_the_plugin_s_signatures(tmp_path: Path) -> None:
-    model = Net().eval()
-    prepared = calibrated(prepared_as(horizon.default_calib_8bit_fake_quant_qconfig, model))
-    rows = horizon.compare_weights(model, prepared, "Cosine", False, None, str(tmp_path))
-    assert {row.layer for row in rows} == {"conv", "skip", "head"}
-    assert "skip" in (tmp_path / "weight_comparison.txt").read_text()
-    text = horizon.check_qconfig(prepared, BATCHES[0], ("head",), (), None, str(tmp_path))
-    assert {line.split()[0] for line in text.splitlines()} == {"%head", "%head_dequantize"}
-
-
 def test_a_model_is_checked_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert horizon.check_model(Net().eval(), BATCHES[0]) == 0
     assert horizon.check_model(nn.Conv2d(3, 4, 3, dilation=3), BATCHES[0], "bernoulli2") == 1
@@ -567,9 +527,6 @@ CALLS = {
         calibrated(prepared_as(Q())), BATCHES[0], "x.onnx", dynamic_axes={"x": {2: "height"}}
     ),
     "an option that there is not": lambda: horizon.export_to_onnx(calibrated(prepared_as(Q())), BATCHES[0], "x.onnx", **{"nonsense": 1}),
-    "a measure": lambda: horizon.featuremap_similarity(Net(), Net(), BATCHES[0], "nonsense"),
-    "an option of a table": lambda: horizon.compare_weights(Net(), Net(), with_tensorboard=True),
-    "types of modules": lambda: horizon.check_qconfig(Net(), types=(nn.Conv2d,)),
     "a setting of reconstruction": lambda: horizon.weight_reconstruction(Net(), BATCHES, None, {"b_range": [20, 2]}),
     "a folder as a file": lambda: horizon.export_quantized_onnx(Net(), BATCHES[0], "/"),
 }

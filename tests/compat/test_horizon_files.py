@@ -1,6 +1,5 @@
-"""Files of the plugin's and its compiler's names, wrapped functions that are kept whole, and lines of the log."""
+"""Files of the plugin's and its compiler's names, wrapped functions that are kept whole."""
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from fxquant.compat.horizon import served as march
 from tests.shared.networks import members
 
 fx_helper, jit_scheme = horizon.fx.fx_helper, horizon.fx.jit_scheme
-QuantAnalysis = horizon.profiler.QuantAnalysis
 BATCHES = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
 NARROW = horizon.QconfigSetter(templates=[horizon.ModuleNameTemplate({"": "qint8"})])
 
@@ -113,21 +111,3 @@ def test_what_is_wrapped_is_traced_unless_it_is_not_to_be_compiled() -> None:
     assert torch.equal(integer(BATCHES[0]), Whole()(ranked(held["read_conv"])))
     with pytest.raises(fxq.errors.ConfigurationError, match="cannot be wrapped"):
         fx_helper.wrap()(5)
-
-
-# ---- the log ----------------------------------------------------------------------------------------------------------------
-def test_options_without_effect_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = Net().eval()
-    with caplog.at_level("INFO", "fxquant"):
-        analysis = QuantAnalysis(copy.deepcopy(model), calibrated(model), "fake_quant", device_ids=[0], out_dir=tmp_path)
-        analysis.auto_find_bad_case(BATCHES, topk=3)
-        analysis.run(device_id=0)
-        analysis.compare_per_layer(prefixes=("conv",))
-        assert [row[0] for row in analysis.sensitivity(metric="L1")]
-    with pytest.raises(fxq.errors.ConfigurationError, match="plot_opinfo"):
-        analysis.plot_opinfo("conv")
-    analysis.clean()
-    with pytest.raises(fxq.errors.ConfigurationError, match="a bad case was not set"):
-        analysis.run()
-    lines = [record.getMessage().split(": ")[-1] for record in caplog.records if "without effect here" in record.getMessage()]
-    assert lines == ["device_ids", "topk", "device_id", "prefixes", "metric"]

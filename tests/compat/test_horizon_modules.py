@@ -79,100 +79,7 @@ def test_anchors_are_the_channels_of_a_map() -> None:
         assert all(torch.equal(each, expected) for each in result)
 
 
-# ---- regions ------------------------------------------------------------------------------------------------------------
-def between(plane: Tensor, y: float, x: float) -> float:
-    """The value of a map between its pixels; outside, that of its border."""
-    height, width = plane.shape
-    y, x = min(max(y, 0.0), height - 1.0), min(max(x, 0.0), width - 1.0)
-    top, left = min(int(y), height - 2), min(int(x), width - 2)
-    down, across = y - top, x - left
-    rows = [plane[top + step, left] * (1 - across) + plane[top + step, left + 1] * across for step in (0, 1)]
-    return float(rows[0] * (1 - down) + rows[1] * down)
-
-
-def aligned(plane: Tensor, box: list[float], size: int, scale: float, ratio: int, half: float) -> Tensor:
-    x1, y1, x2, y2 = (each * scale - half for each in box)
-    width, height = (x2 - x1, y2 - y1) if half else (max(x2 - x1, 1.0), max(y2 - y1, 1.0))
-    result = torch.zeros(size, size)
-    for row, column in itertools.product(range(size), range(size)):
-        points = [
-            between(plane, y1 + (row + (j + 0.5) / ratio) * height / size, x1 + (column + (i + 0.5) / ratio) * width / size)
-            for j, i in itertools.product(range(ratio), range(ratio))
-        ]
-        result[row, column] = sum(points) / len(points)
-    return result
-
-
-@pytest.mark.parametrize("half_pixel", [None, False, True])
-def test_features_of_boxes_are_read_between_pixels(half_pixel: bool | None) -> None:
-    features = whole(2, 2, 8, 16)
-    rois = [torch.tensor([[4.0, 4, 20, 12], [8, 2, 10, 30]]), torch.tensor([[0.0, 0, 16, 16], [6, 6, 7, 7]])]
-    boxes_found = hnn.RoIAlign(2, 0.5, 2, half_pixel)(features, rois)
-    assert boxes_found.shape == (4, 2, 2, 2)
-    places = [(item, box) for item in range(2) for box in rois[item].tolist()]
-    for index, (item, box) in enumerate(places):
-        for channel in range(2):
-            expected = aligned(features[item, channel], box, 2, 0.5, 2, 0.5 if half_pixel else 0.0)
-            assert torch.equal(boxes_found[index, channel], expected)
-    torch.testing.assert_close(hnn.RoIAlign(2, 0.5, 2, half_pixel)(features, torch.stack(rois)), boxes_found, rtol=0, atol=0)
-
-
-def test_a_box_is_read_from_the_level_of_its_size() -> None:
-    strides = [4, 8, 16]
-    pyramid = [whole(2, 1, 64 // stride, 64 // stride) for stride in strides]
-    align = hnn.MultiScaleRoIAlign((2, 2), strides, canonical_box_size=16, canonical_level=3)
-    boxes = [torch.tensor([[0.0, 0, 14, 14], [8, 8, 23, 23], [0, 4, 32, 32]]), torch.tensor([[0.0, 0, 31, 31], [2, 2, 4, 4]])]
-    levels = [0, 1, 1, 2, 0]  # by √((w + 1)(h + 1)) / 16: 15/16, 1, 1.9, 2 and 3/16
-    boxes_found = align(pyramid, boxes)
-    places = [(item, box) for item in range(2) for box in boxes[item].tolist()]
-    for index, ((item, box), level) in enumerate(zip(places, levels, strict=True)):
-        assert torch.equal(boxes_found[index, 0], aligned(pyramid[level][item, 0], box, 2, 1 / strides[level], 1, 0.0))
-    detections = torch.cat((torch.stack([part[:2] for part in boxes]), torch.ones(2, 2, 2)), -1)
-    assert torch.equal(align(pyramid, detections), align(pyramid, [part[:2] for part in boxes]))
-
-
-# ---- points and maps ------------------------------------------------------------------------------------------------------
-def cells_of(points: Tensor, size: list[float], ends: list[float], most: int, each: int) -> dict[tuple[int, ...], list[list[float]]]:
-    cells: dict[tuple[int, ...], list[list[float]]] = {}
-    for point in points.tolist():
-        place = tuple(math.floor((point[axis] - ends[axis]) / size[axis]) for axis in (2, 1, 0))
-        grid = [round((ends[3 + axis] - ends[axis]) / size[axis]) for axis in (2, 1, 0)]
-        if any(not 0 <= index < count for index, count in zip(place, grid, strict=True)) or (place not in cells and len(cells) == most):
-            continue
-        cells.setdefault(place, [])
-        if len(cells[place]) < each:
-            cells[place].append(point)
-    return cells
-
-
-@pytest.mark.parametrize("use_max", [False, True])
-def test_points_are_put_into_cells_in_their_order(use_max: bool) -> None:
-    clouds = [whole(50, 4, low=-6, high=10) / 2, whole(9, 4, low=-6, high=10) / 2]
-    size, ends, most, each = [1.0, 2.0, 4.0], [-2.0, -2, -2, 4, 4, 2], 12, 3
-    ranges = torch.tensor([-2.0, -2, -2, -4, 6, 6, 6, 12])
-    features, places = hF.point_pillars_preprocess(
-        clouds, torch.tensor(ends), torch.tensor(size), most, each, use_max, norm_range=ranges, norm_dims=torch.tensor([0, 1, 3])
-    )
-    expected, coordinates = [], []
-    for item, cloud in enumerate(clouds):
-        cells = cells_of(cloud, size, ends, most, each)
-        empty = most - len(cells) if use_max else 0
-        for place, points in cells.items():
-            coordinates.append([item, *place])
-            scaled = [[(p[0] + 2) / 8, (p[1] + 2) / 8, p[2], (p[3] + 4) / 16] for p in points]
-            expected.append(scaled + [[0.0] * 4] * (each - len(points)))
-        coordinates += [[item, -1, -1, -1]] * empty
-        expected += [[[0.0] * 4] * each] * empty
-    assert torch.equal(features, torch.tensor(expected).permute(2, 0, 1).unsqueeze(0))
-    assert places.dtype is torch.int32
-    assert places.tolist() == coordinates
-    assert any(len(points) == each for points in cells_of(clouds[0], size, ends, most, each).values())
-    maps = hnn.PointPillarsScatter()(features[0, 0, :, :1], places, (2, 1, 3, 6))
-    assert torch.equal(maps.sum(), features[0, 0, :, 0].sum())
-    plain = hF.point_pillars_preprocess(clouds, torch.tensor(ends), torch.tensor(size), most, each, use_max)[0]
-    assert torch.equal(plain[0, 1], (features[0, 1] * 8 / 6))
-
-
+# ---- maps -----------------------------------------------------------------------------------------------------------------
 def test_displaced_maps_are_compared() -> None:
     one, other = whole(2, 4, 5, 6), whole(2, 4, 5, 6)
     for pad in (0, 2):
@@ -258,9 +165,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "pad_size": lambda: hnn.Correlation(max_displacement=2, pad_size=1),
     "legacy_bbox": lambda: hnn.AnchorGenerator([4], [1], [1], legacy_bbox=True),
     "align_corners": lambda: hnn.GridSample(align_corners=False),
-    "sampling_ratio": lambda: hnn.RoIAlign(2, sampling_ratio=-1),
-    "interpolate_mode": lambda: hnn.MultiScaleRoIAlign(2, [4], interpolate_mode="nearest"),
-    "box_clip_ratio": lambda: hnn.MultiScaleRoIAlign(2, [4], box_clip_ratio=(0.5, 0.0, 0.5, 0.0)),
     "output_shape": lambda: hnn.PointPillarsScatter()(X, X),
     "spatial_shapes": lambda: hnn.MultiScaleDeformableAttention(8)(X, spatial_shapes=torch.ones(1, 2)),
 }

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.cli import main
-from fxquant.compat import horizon
 from fxquant.reporting.page import drawing
 from tests.shared.networks import members
 
@@ -190,17 +189,6 @@ def test_tensorboard_is_given_every_figure(compiled: Compiled) -> None:
     assert ("histogram", "values/conv") in written
     assert ("text", "advice") in written
     assert comparison._repr_html_().count("<pre") == 1
-
-
-# ---- Horizon's names ---------------------------------------------------------------------------------------------------
-def test_horizons_profiling_tools_are_these(compiled: Compiled, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prepared, integer = compiled.result.prepared, compiled.result.integer
-    page = horizon.model_profiler(compiled.model, integer, compiled.batches[0], out_dir=tmp_path)
-    assert shown(page.read_text(encoding="utf-8"))["compared"]
-    assert horizon.check_unfused_operations(prepared, None) == fxq.inspect.not_fused(prepared)
-    assert "%conv has 2 users" in capsys.readouterr().out
-    rows = horizon.compare_weights(prepared, integer, out_dir=tmp_path)
-    assert (tmp_path / "weight_comparison.txt").read_text(encoding="utf-8") == f"{rows}\n"
 
 
 # ---- what a file says of where its tensors come from -------------------------------------------------------------------

@@ -26,7 +26,6 @@ import fxquant as fxq
 from fxquant.accuracy.checkpoint import Checkpoint
 from fxquant.cli import _parser
 from fxquant.cli.quantizing import run
-from fxquant.compat import horizon
 
 SMALL = 200  # bytes, for a function that has written nothing before
 
@@ -60,13 +59,6 @@ def dumped(world: World, folder: Path) -> None:
         fxq.prepare(world.float, world.batches[0], "nash-e")
     finally:
         del os.environ["FXQUANT_DUMP"]
-
-
-def analysed(world: World, folder: Path) -> None:
-    """Compare two stages by Horizon's QuantAnalysis."""
-    analysis = horizon.QuantAnalysis(world.float, world.prepared, "fake_quant", out_dir=folder)
-    analysis.set_bad_case(world.batches[0])
-    analysis.compare_per_layer()
 
 
 def checkpoint(path: Path) -> None:
@@ -106,12 +98,6 @@ WRITERS: dict[str, Writer] = {
     "prepare dump": lambda world, folder: fxq.prepare(world.float, world.batches[0], "nash-e", options=fxq.Options(dump=folder)),
     "FXQUANT_DUMP": dumped,
     "checkpoint": lambda world, folder: checkpoint(folder / "checkpoint"),
-    "similarity.txt": lambda world, folder: horizon.featuremap_similarity(
-        world.prepared, world.integer, world.batches[0], out_dir=str(folder)
-    ),
-    "qconfig_info.txt": lambda world, folder: horizon.check_qconfig(world.integer, out_dir=str(folder)),
-    "compare_per_layer_out.txt": analysed,
-    "weight_comparison.txt": lambda world, folder: horizon.compare_weights(world.prepared, world.integer, out_dir=str(folder)),
 }
 # These continue where a file of before ends, and write nothing if it is complete: so they begin without one.
 BEGINNINGS: dict[str, Writer] = {

@@ -1,4 +1,4 @@
-"""Horizon's functions that write a model: programs of the installed compiler, ONNX files, and TorchScript programs."""
+"""Horizon's functions that check and write a model: programs of the installed compiler, ONNX files, and TorchScript programs."""
 
 import functools
 import io
@@ -18,10 +18,10 @@ from fxquant import backends
 from fxquant.backends.horizon.compiled_program import Binary
 from fxquant.backends.horizon.export import HB_MAPPER
 from fxquant.compat.common import foreign, refusals, refused
-from fxquant.compat.horizon.served import get_march
+from fxquant.compat.horizon.served import get_march, required
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.errors import ExportError
-from fxquant.ir.graph import stage_of
+from fxquant.ir.graph import is_deployed, stage_of
 from fxquant.support import logger
 from fxquant.support.arguments import FILE, FLAG, FOLDER, PATH, Kind, checked, choice
 from fxquant.support.files import write_file
@@ -71,6 +71,32 @@ def _say_inputs(called: str, source: Any, input_layout: Any, output_layout: Any)
             " For a camera, insert fxq.nn.Nv12ToYuv444 before the model",
             called, ", ".join(sorted(sources)), input_layout, output_layout,
         )  # fmt: skip
+
+
+@takes()
+def check_model(module: Any, example_inputs: Any, march: str | None = None) -> int:
+    """Return 0 if a float or prepared model meets all limits of the march without float operators, otherwise the number of findings.
+
+    An integer model is compiled instead, to check it with the vendor's compiler itself: 0, or 1 if it refuses the model. Findings and
+    refusals are printed. The other arguments have no effect. Raises ConfigurationError for an integer model without the tool.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        module = integer_of(module, "check_model")
+    if isinstance(example_inputs, list):
+        example_inputs = tuple(example_inputs)
+    if isinstance(module, fx.GraphModule) and is_deployed(module):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                fxq.board.compile_horizon(fxq.board.export_horizon(module, folder), show_progress=False)
+            except (fxq.errors.ExportError, fxq.errors.CompilationError) as error:
+                print(error)
+                return 1
+        return 0
+    findings = fxq.check(module, example_inputs, required("check_model") if march is None else march)
+    if findings:
+        return 0
+    print(findings)
+    return len(findings)
 
 
 @takes(hbm=HBM, opt=OPT)
