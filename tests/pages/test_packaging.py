@@ -18,7 +18,7 @@ pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 INSTALLED_AS = {"fxquant": "fxquant", "passes": "fxquant.passes", "backends": "fxquant.backends"}
-DISTRIBUTIONS = {"sklearn": "scikit-learn", "google": "protobuf"}  # where a package is not named like what brings it
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow", "google": "protobuf"}  # where a package is not named like what brings it
 
 
 def repository_files() -> list[str]:
