@@ -93,6 +93,6 @@ EXPECTED: dict[str, Expected] = {
     "v3_matmul": Expected({"q": WIDE, "head": WIDE}, sqnr=25),
     "v3_matmul_mixed": Expected(refused="one dtype"),
     "v3_nn_modules": Expected({"conv": WIDE, "head": WIDE}, sqnr=30),
-    "v3_correlation": Expected(refused="kernel_size"),
+    "v3_correlation": Expected(refused="fxq.nn"),
     "v3_dynamic": Expected(refused="calibrate"),
 }

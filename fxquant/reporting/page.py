@@ -268,9 +268,7 @@ def report(
 
 # ---- Where each operator of the graph is drawn: a row for every step of the longest path, from top to bottom ---------
 SWEEPS = 4  # in which the places in a row follow those of the neighbours
-SIDE, LANE = 0.6, 0.2  # how far an edge that passes rows bends to the side, and how much further each that passes beside it
-TURN = 0.4  # of a row: how far below a box's middle an edge turns
-LANES = 8  # after which edges share the last one
+SIDE = 0.6  # how far an edge that passes rows bends beside the boxes of these rows
 
 
 @dataclass(frozen=True)
@@ -280,26 +278,22 @@ class Drawing:
     graph: networkx.DiGraph  # an edge for every value that one operator reads of another; nodes are names
     layers: Mapping[str, Layer]  # the facts of each operator, by name; inputs and the output have none
     places: Mapping[str, tuple[float, float]]  # x and y of each; rows are one apart, and the first is at y = 0, the next at -1
-    lanes: Mapping[tuple[str, str], float]  # for each edge that passes rows: the x at which it passes between their boxes
 
     def path(self, one: str, other: str) -> list[tuple[float, float]]:
-        """Return the points of an edge: straight to the next row, or through a lane around the boxes of the rows between."""
+        """Return the points of an edge: straight to the next row, or to the right of the boxes of the rows between."""
         (x, y), (to_x, to_y) = self.places[one], self.places[other]
-        side = self.lanes.get((one, other))
-        if side is None:
+        between = [side for side, row in self.places.values() if to_y < row < y]
+        if not between:
             return [(x, y), (to_x, to_y)]
-        # Where a lane is far, an edge leaves its row before it turns, so that it does not cross the boxes beside it.
-        leave = [(x, y - TURN)] if abs(side - x) > 1 else []
-        enter = [(to_x, to_y + TURN)] if abs(side - to_x) > 1 else []
-        return [(x, y), *leave, (side, y - 0.6), (side, to_y + 0.6), *enter, (to_x, to_y)]
+        side = max(*between, x, to_x) + SIDE + 0.1 * min(y - to_y, 10)
+        return [(x, y), (side, y - 0.6), (side, to_y + 0.6), (to_x, to_y)]
 
 
 def drawing(model: fx.GraphModule) -> Drawing:
     """Lay out the operators of a graph at any stage, with inputs and output. Linear in nodes, edges, and rows that edges pass."""
     every = layers(model)
     graph = operator_graph(model, every)
-    places = _places(graph)
-    return Drawing(graph, {layer.name: layer for layer in every}, places, _lanes(graph, places))
+    return Drawing(graph, {layer.name: layer for layer in every}, _places(graph))
 
 
 def operator_graph(model: fx.GraphModule, every: tuple[Layer, ...]) -> networkx.DiGraph:
@@ -316,32 +310,6 @@ def operator_graph(model: fx.GraphModule, every: tuple[Layer, ...]) -> networkx.
         else:
             shown[node] = read
     return graph.copy()  # in which predecessors are in the order they run
-
-
-def _lanes(graph: networkx.DiGraph, places: Mapping[str, tuple[float, float]]) -> dict[tuple[str, str], float]:
-    """Edges that pass rows, the shortest first, each beside the boxes of these rows, in the innermost lane that no other one is in."""
-    boxes: dict[int, list[float]] = {}
-    for x, y in places.values():
-        boxes.setdefault(round(-y), []).append(x)
-    passing = [(one, other) for one, other in graph.edges if places[one][1] - places[other][1] > 1]
-    occupied: dict[tuple[float, int], set[int]] = {}  # the rows of a lane
-    lanes = {}
-    for one, other in sorted(passing, key=lambda edge: places[edge[0]][1] - places[edge[1]][1]):
-        (x, y), (to_x, to_y) = places[one], places[other]
-        rows = set(range(round(-y), round(-to_y)))
-        side = round(_beside([each for row in rows - {round(-y)} for each in boxes.get(row, ())], max(x, to_x) + SIDE), 2)
-        lane = next((each for each in range(LANES - 1) if rows.isdisjoint(occupied.get((side, each), ()))), LANES - 1)
-        occupied.setdefault((side, lane), set()).update(rows)
-        lanes[one, other] = side + LANE * lane
-    return lanes
-
-
-def _beside(boxes: list[float], x: float) -> float:
-    """Return the nearest place to the right of x, or x itself, that lies beside every box."""
-    for box in sorted(boxes):
-        if abs(box - x) < SIDE - 0.01:
-            x = box + SIDE
-    return x
 
 
 def _places(graph: networkx.DiGraph) -> dict[str, tuple[float, float]]:

@@ -3,8 +3,6 @@
 Operands are integers and fractions of powers of two, so that every order of additions gives the same bits.
 """
 
-import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -63,56 +61,6 @@ def test_of_boxes_that_overlap_the_better_stays(seed: int) -> None:
     assert all(torch.equal(part, inputs[expected]) for part, inputs in zip(boxes_found, (boxes, scores, labels), strict=True))
 
 
-# ---- detectors ----------------------------------------------------------------------------------------------------------
-def test_anchors_are_the_channels_of_a_map() -> None:
-    generator = hnn.AnchorGenerator(feat_strides=[4, 8], scales=[2, 4], ratios=[1, 4])
-    maps = generator([torch.zeros(2, 1, 3, 5), torch.zeros(2, 1, 2, 2)])
-    assert [tuple(each.shape) for each in maps] == [(2, 16, 3, 5), (2, 16, 2, 2)]
-    for result, stride in zip(maps, (4, 8), strict=True):
-        expected = torch.empty_like(result[0])
-        shapes = [(stride * scale, ratio) for ratio in (1, 4) for scale in (2, 4)]
-        for (anchor, (side, ratio)), row, column in itertools.product(enumerate(shapes), range(result.shape[2]), range(result.shape[3])):
-            half = side / math.sqrt(ratio) / 2, side * math.sqrt(ratio) / 2
-            middle = column * stride, row * stride
-            box = [middle[0] - half[0], middle[1] - half[1], middle[0] + half[0], middle[1] + half[1]]
-            expected[4 * anchor : 4 * anchor + 4, row, column] = torch.tensor(box)
-        assert all(torch.equal(each, expected) for each in result)
-
-
-# ---- maps -----------------------------------------------------------------------------------------------------------------
-def test_displaced_maps_are_compared() -> None:
-    one, other = whole(2, 4, 5, 6), whole(2, 4, 5, 6)
-    for pad in (0, 2):
-        result = hnn.Correlation(max_displacement=2, stride2=2, pad_size=pad)(one, other)
-        cut = 2 - pad
-        assert result.shape == (2, 9, 5 - 2 * cut, 6 - 2 * cut)
-        for index, (dy, dx) in enumerate(itertools.product((-2, 0, 2), (-2, 0, 2))):
-            for row, column in itertools.product(range(result.shape[2]), range(result.shape[3])):
-                y, x = row + cut + dy, column + cut + dx
-                inside = 0 <= y < 5 and 0 <= x < 6
-                expected = (one[:, :, row + cut, column + cut] * other[:, :, y, x]).sum(1) / 4 if inside else torch.zeros(2)
-                assert torch.equal(result[:, index, row, column], expected)
-
-
-def test_deformable_attention_is_the_sum_at_its_points() -> None:
-    shapes = [(4, 4), (2, 2)]
-    layer = hnn.MultiScaleDeformableAttention(8, 2, 2, 2, dropout=0.0, batch_first=True).eval()
-    query, value, points = torch.randn(1, 3, 8), torch.randn(1, 20, 8), torch.rand(1, 3, 2, 2)
-    output = layer(query, value=value, reference_points=points, spatial_shapes=shapes)
-    offsets = layer.sampling_offsets(query).view(3, 2, 2, 2, 2)
-    weights = layer.attention_weights(query).view(3, 2, 4).softmax(-1).view(3, 2, 2, 2)
-    values = layer.value_proj(value).view(20, 2, 4).detach()
-    summed = torch.zeros(3, 2, 4)
-    for q, head, level, point in itertools.product(range(3), range(2), range(2), range(2)):
-        height, width = shapes[level]
-        x, y = (points[0, q, level] * torch.tensor([width, height]) + offsets[q, head, level, point] - 0.5).tolist()
-        for row, column in itertools.product(range(height), range(width)):
-            near = max(0.0, 1 - abs(y - row)) * max(0.0, 1 - abs(x - column))
-            summed[q, head] += weights[q, head, level, point] * near * values[(0, 16)[level] + row * width + column, head]
-    expected = layer.output_proj(summed.reshape(1, 3, 8)) + query
-    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)  # two orders of float additions
-
-
 # ---- the others -----------------------------------------------------------------------------------------------------------
 X = whole(2, 4, 6, 8)
 POSITIVE = X.abs() + 1
@@ -159,14 +107,8 @@ def test_a_module_computes(name: str) -> None:
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
-    "kernel_size": lambda: hnn.Correlation(kernel_size=3),
-    "stride1": lambda: hnn.Correlation(stride1=2),
-    "is_multiply": lambda: hnn.Correlation(is_multiply=False),
-    "pad_size": lambda: hnn.Correlation(max_displacement=2, pad_size=1),
-    "legacy_bbox": lambda: hnn.AnchorGenerator([4], [1], [1], legacy_bbox=True),
     "align_corners": lambda: hnn.GridSample(align_corners=False),
     "output_shape": lambda: hnn.PointPillarsScatter()(X, X),
-    "spatial_shapes": lambda: hnn.MultiScaleDeformableAttention(8)(X, spatial_shapes=torch.ones(1, 2)),
 }
 
 

@@ -59,7 +59,7 @@ def test_every_import_line_of_public_documents_is_served_or_refused(installed: N
     lines = import_lines()
     result = [try_import(line) for line in lines]
     assert len(lines) == len(set(lines)) > 140
-    assert result.count("served") > 0.6 * len(lines)
+    assert result.count("served") > 0.55 * len(lines)
 
 
 def test_one_module_has_all_its_names(installed: None) -> None:

@@ -4,7 +4,7 @@ Colours are those of ITU-R BT.601. Other functions are PyTorch's under other nam
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -149,63 +149,6 @@ class GridSample(fxq.nn.Warp):
         super().__init__(mode, padding_mode)
 
 
-class Correlation(nn.Module):
-    """The similarity of two feature maps at every displacement. forward(data1, data2), both (N, C, H, W): (N, D², H, W).
-
-    Raises ConfigurationError for a kernel of more than one pixel, for strides of the first map, and for differences:
-    `fxquant.nn.Correlation` has a kernel of one pixel, and pads as far as it reaches.
-    """
-
-    def __init__(
-        self, kernel_size: int = 1, max_displacement: int = 1, stride1: int = 1, stride2: int = 1, pad_size: int = 0,
-        is_multiply: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        if kernel_size != 1:
-            raise unserved("Correlation", "kernel_size", "pixels are compared one by one", "pass 1, and pool the maps before or after it")
-        if stride1 != 1:
-            raise unserved("Correlation", "stride1", "every pixel of the first map is compared", "pass 1, and slice the result")
-        if not is_multiply:
-            raise unserved("Correlation", "is_multiply", "maps are compared by products", "pass True")
-        if pad_size not in (0, max_displacement):
-            raise unserved("Correlation", "pad_size", "maps are padded by max_displacement, or not", "pass 0 or max_displacement")
-        self.cut = max_displacement - pad_size
-        self.correlate = fxq.nn.Correlation(max_displacement, stride2)
-
-    def forward(self, data1: Tensor, data2: Tensor) -> Tensor:
-        correlation: Tensor = self.correlate(data1, data2)
-        return correlation[:, :, self.cut : -self.cut, self.cut : -self.cut] if self.cut else correlation
-
-
-class AnchorGenerator(fxq.nn.AnchorGenerator):
-    """The reference boxes of a detector, a tensor (N, anchors · 4, H, W) for each feature map of a list.
-
-    feat_strides   how many pixels of the image a pixel of each map covers
-    scales         box sizes in units of the stride; ratios: height by width
-    base_sizes     the size that scales multiply, in place of the stride
-    legacy_bbox, add_legacy_cell_anchor   raise ConfigurationError: widths are real intervals
-    """
-
-    def __init__(
-        self, feat_strides: Any, scales: Any, ratios: Any, base_sizes: Any = None, num_layers: int | None = None,
-        legacy_bbox: bool = False, **options: Any,
-    ) -> None:  # fmt: skip
-        if legacy_bbox or options:
-            raise refused("AnchorGenerator", text=next(iter(options), "legacy_bbox"))
-        strides = list(feat_strides)
-        sizes = [[base * scale for scale in scales] for base in (strides if base_sizes is None else list(base_sizes))]
-        super().__init__(sizes, [list(ratios)] * len(strides), [int(stride) for stride in strides])
-        self.anchors = len(list(scales)) * len(list(ratios))
-
-    def forward(self, features: Sequence[Tensor]) -> list[Tensor]:
-        anchors = []
-        for feature, boxes in zip(features, super().forward(features), strict=True):
-            height, width = feature.shape[2:]
-            flat = boxes.reshape(height, width, self.anchors * 4).permute(2, 0, 1)
-            anchors.append(flat.unsqueeze(0).expand(feature.shape[0], -1, -1, -1))
-        return anchors
-
-
 LookUpTable = fxq.nn.SegmentLUT
 
 
@@ -255,48 +198,3 @@ class SetItem(nn.Module):
         changed = tensor.clone()
         changed[indices] = val
         return changed
-
-
-class MultiScaleDeformableAttention(nn.Module):
-    """The attention of Deformable DETR with its layers: forward(query, key, value, …, reference_points, spatial_shapes).
-
-    Raises ConfigurationError where spatial_shapes is a tensor: they are sizes of the graph. See `fxquant.nn.MultiScaleDeformableAttention`.
-    """
-
-    def __init__(
-        self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 4, im2col_step: int = 64,
-        dropout: float = 0.1, batch_first: bool = False, value_proj_ratio: float = 1.0, split_weight_mul: bool = False,
-        split_batch: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        inner = int(embed_dims * value_proj_ratio)
-        self.heads, self.levels, self.points, self.batch_first = num_heads, num_levels, num_points, batch_first
-        self.sampling_offsets = nn.Linear(embed_dims, num_heads * num_levels * num_points * 2)
-        self.attention_weights = nn.Linear(embed_dims, num_heads * num_levels * num_points)
-        self.value_proj, self.output_proj = nn.Linear(embed_dims, inner), nn.Linear(inner, embed_dims)
-        self.dropout, self.sample = nn.Dropout(dropout), fxq.nn.MultiScaleDeformableAttention()
-
-    def forward(
-        self, query: Tensor, key: Any = None, value: Tensor | None = None, identity: Tensor | None = None, query_pos: Tensor | None = None,
-        key_padding_mask: Tensor | None = None, reference_points: Tensor | None = None, spatial_shapes: Any = None, **options: Any,
-    ) -> Tensor:  # fmt: skip
-        if isinstance(spatial_shapes, Tensor) or spatial_shapes is None:
-            raise unserved("MultiScaleDeformableAttention", "spatial_shapes", "sizes are part of the graph", "pass a list of (H, W)")
-        if reference_points is None or key_padding_mask is not None:
-            name = "reference_points" if reference_points is None else "key_padding_mask"
-            raise refused("MultiScaleDeformableAttention", text=name)
-        value, identity = query if value is None else value, query if identity is None else identity
-        query = query if query_pos is None else query + query_pos
-        if not self.batch_first:
-            query, value = query.transpose(0, 1), value.transpose(0, 1)
-        batch, queries = query.shape[:2]
-        values = self.value_proj(value).view(batch, value.shape[1], self.heads, -1)
-        offsets = self.sampling_offsets(query).view(batch, queries, self.heads, self.levels, self.points, 2)
-        weights = self.attention_weights(query).view(batch, queries, self.heads, self.levels * self.points).softmax(-1)
-        sizes = torch.tensor([[width, height] for height, width in spatial_shapes], dtype=query.dtype, device=query.device)
-        where = reference_points[:, :, None, :, None, :] + offsets / sizes[None, None, None, :, None, :]
-        attended = self.output_proj(
-            self.sample(values, where, weights.view(batch, queries, self.heads, self.levels, self.points), spatial_shapes)
-        )
-        attended = attended if self.batch_first else attended.transpose(0, 1)
-        return self.dropout(attended) + identity  # type: ignore[no-any-return]
