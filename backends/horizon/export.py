@@ -250,7 +250,7 @@ def export_horizon(
         logger.warning(
             "the files for %s follow public documents of %s, and no compiler has tried them: see %s", target.name, format.compiler, README
         )
-    save_models({f"{name}.onnx": model}, directory, None, beside)
+    save_models({f"{name}.onnx": model}, directory, None, beside, opened=False)
     (directory / SCRIPT).chmod(0o755)
     return directory
 

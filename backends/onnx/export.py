@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -19,7 +20,7 @@ from fxquant.backends.onnx.float_export import LARGEST_DEVIATION, apart, random_
 from fxquant.backends.onnx.metadata import PRECISE, with_layouts
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, Runner, open_file
-from fxquant.backends.onnx.writer import DOMAIN, TYPES, Writer, value_info
+from fxquant.backends.onnx.writer import TYPES, Writer, value_info
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import BATCH_SIZES, by_name, fact, resolve
 from fxquant.ir.integer import qparams
@@ -27,7 +28,6 @@ from fxquant.ir.loops import bodies
 from fxquant.kernels.admission import DRAWN, MOST_DRAWS, evaluate, of_any_range, pairs_of_ends, whole_range
 from fxquant.kernels.kernel import Match
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT8
-from fxquant.ops.core.form import INT16_OPSET
 from fxquant.prepared.sizes import unrolled, with_integer_loops
 from fxquant.prepared.stage import require_integer
 from fxquant.primitives import PRIMITIVES, Role, role_of
@@ -186,9 +186,7 @@ def _is_exact(writer: Writer, node: fx.Node, parts: Sequence[fx.Node], draw: Dra
     inputs = [value_info(name, value.dtype, value.shape) for name, value in fed.items()]
     outputs = [helper.make_tensor_value_info(result, TYPES[e.dtype(result)], None)]
     graph = helper.make_graph(e.nodes, "kernel", inputs, outputs, e.initializers)
-    own = [helper.make_opsetid(DOMAIN, 1)] if e.functions else []
-    opsets = [helper.make_opsetid("", writer.opset), *own]
-    model = helper.make_model(graph, opset_imports=opsets, functions=list(e.functions.values()), ir_version=10)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", writer.opset)], ir_version=10)
     expected = writer.stored(node, evaluate(writer.integer, Match(node, (node,), ()), {**constants, **drawn})[0]).to(e.dtype(result))
     # Without VNNI it may be that only one of the runtimes saturates.
     return all(torch.equal(_run(model, fed, settings, runtime)[result], expected) for runtime in MEASURED_RUNTIMES)
@@ -262,17 +260,18 @@ class FileOptions:
     output_names: Sequence[str] | None = None
     external_data: bool | None = None
     layouts: Mapping[str, str] | None = None
+    functions: bool = False
 
 
 def save_models(
     models: Mapping[str, onnx.ModelProto], folder: str | os.PathLike[str], external_data: bool | None,
-    others: Mapping[str, Content] | None = None, opened: bool = False,
+    others: Mapping[str, Content] | None = None, opened: bool = True,
 ) -> None:  # fmt: skip
     """Check models and write them by their file names into one folder, followed by `others`, files that refer to them.
 
     The tensors of a model go to its name with ".data" appended if `external_data` requests it, or if one file cannot hold them.
     Tensors are removed from a model whose data is written externally. Raises ExportError if a model is not valid, is too
-    large for one file, cannot be written, or, with `opened`, if onnxruntime cannot open it; existing files are then unchanged.
+    large for one file, cannot be written, or, if it is `opened`, onnxruntime cannot open it; existing files are then unchanged.
     """
     contents = dict[str, Content]()
     for name, model in models.items():
@@ -287,16 +286,16 @@ def _contents(model: onnx.ModelProto, name: str, external_data: bool | None) -> 
         because = f"its tensors have {size:,} bytes, and a file of ONNX ends at 2 GiB"
         remedy = "leave external_data out, or pass external_data=True"
         raise ExportError(f"{name} cannot be one file", because=because, remedy=remedy)
-    parts: list[bytes] = []
+    offsets: dict[bytes, int] = {}  # of the tensors, in order; equal ones, as the weights of the steps of an LSTM, have one place
     if size > LARGEST_FILE if external_data is None else external_data:
-        offset = 0
+        end = 0
         for tensor in model.graph.initializer:
             if len(tensor.raw_data) >= SMALLEST_EXTERNAL:
-                parts.append(tensor.raw_data)
+                offset = offsets.setdefault(tensor.raw_data, end)
+                end = max(end, offset + len(tensor.raw_data))
                 set_external_data(tensor, f"{name}.data", offset, len(tensor.raw_data))
-                offset += len(tensor.raw_data)
                 tensor.ClearField("raw_data")
-    return {**({f"{name}.data": parts} if parts else {}), name: model.SerializeToString()}
+    return {**({f"{name}.data": list(offsets)} if offsets else {}), name: model.SerializeToString()}
 
 
 def _check_files(written: Path, models: Mapping[str, onnx.ModelProto], folder: str | os.PathLike[str], opened: bool) -> None:
@@ -315,7 +314,7 @@ def _check_files(written: Path, models: Mapping[str, onnx.ModelProto], folder: s
                 f"onnxruntime could not open the file {Path(folder, name)}",
                 because=f"it says: {str(error).strip().splitlines()[0]}",
                 remedy="change the float operators that read or compute the value it names, or call them outside of the model; "
-                "multiply by a number after a matrix product instead of before it; in style 'qdq' at opset 21, pass opset=17",
+                "multiply by a number after a matrix product instead of before it; or pass another opset, or style='exact'",
             ) from error
 
 
@@ -330,7 +329,6 @@ class Style:
     opsets: range = range(17, 22)  # the opsets in which it can be written, and the default
     default: int = 21
     exact: bool = True  # whether a file has the integer model's bits; `verify` measures the difference of one that has not
-    opened: float = math.inf  # the opset from which on a file is opened in onnxruntime before it appears, also without float operators
 
 
 def written_out(integer: fx.GraphModule) -> fx.GraphModule:
@@ -350,8 +348,9 @@ def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.Mo
     return _exact(integer, io, opset, names) if model is None else model
 
 
-def _exact(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
-    return Writer(with_integer_loops(integer) if bodies(integer.graph) else integer, io, opset).write(*names)
+def _exact(integer: fx.GraphModule, io: str, opset: int, names: Names, functions: bool = False) -> onnx.ModelProto:
+    looped = with_integer_loops(integer) if bodies(integer.graph) else integer
+    return Writer(looped, io, opset, {} if functions else None).write(*names)
 
 
 def _fast(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
@@ -373,13 +372,11 @@ def _qdq(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.Mod
     return writer.write(*names)
 
 
-# Without VNNI onnxruntime breaks QuantizeLinear of opset 21 in front of a linear layer whose operand has three dimensions of fixed
-# sizes (1.31, 1.32).
 STYLES = {
     "auto": Style(_auto, "'fast' where that is exact here without options of a session, else 'exact'"),
     "exact": Style(_exact, "integers in standard operators, with equal bits in every runtime"),
     "fast": Style(_fast, "kernels of 8 bits, with equal bits in onnxruntime as its metadata says"),
-    "qdq": Style(_qdq, "floats between QuantizeLinear and DequantizeLinear, whose bits differ", range(11, 22), 17, False, INT16_OPSET),
+    "qdq": Style(_qdq, "floats between QuantizeLinear and DequantizeLinear, whose bits differ", range(11, 22), 17, False),
 }
 FLOAT_OPSETS = (range(11, 22), 18)  # those of a float model
 
@@ -388,10 +385,12 @@ def export_integer(integer: fx.GraphModule, path: str | os.PathLike[str], style:
     """Write an integer model, and return the path; `style` and `io` are as in `fxq.export_onnx`."""
     check_arguments(integer, style, io, options.opset)
     version = STYLES[style].default if options.opset is None else options.opset
-    model = with_layouts(STYLES[style].write(integer, io, version, (options.input_names, options.output_names)), options.layouts, integer)
-    # Float operators as PyTorch's exporter writes them can form what onnxruntime's optimizer breaks.
-    opened = bool(float_nodes(integer)) or version >= STYLES[style].opened
-    save_models({Path(path).name: model}, Path(path).parent, options.external_data, opened=opened)
+    if options.functions and style != "exact":
+        remedy = "pass style='exact' as well, or leave functions out"
+        raise ConfigurationError(f"functions cannot be written in style {style!r}", because="only 'exact' has them", remedy=remedy)
+    write = partial(_exact, functions=True) if options.functions else STYLES[style].write
+    model = with_layouts(write(integer, io, version, (options.input_names, options.output_names)), options.layouts, integer)
+    save_models({Path(path).name: model}, Path(path).parent, options.external_data)
     return Path(path)
 
 

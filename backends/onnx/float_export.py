@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import onnx
+import onnx.inliner
 import torch
 from onnx import helper
 from torch import Tensor, fx
@@ -57,7 +58,6 @@ class FloatRegions:
     def __init__(self, integer: fx.GraphModule, opset: int) -> None:
         self.integer, self.opset = integer, opset
         self.opsets: list[onnx.OperatorSetIdProto] = []
-        self.functions: list[onnx.FunctionProto] = []
         self.exported: dict[Any, onnx.ModelProto] = {}  # by the key of regions
         self.tried = False  # whether exporting them together was tried
         self.sizes = sizes_for_primitives(integer.graph)  # not in regions: each is written by itself
@@ -273,7 +273,7 @@ class FloatRegions:
 
             convert_version(program.model, self.opset, fallback=True)
         model: onnx.ModelProto = program.model_proto
-        return model
+        return onnx.inliner.inline_local_functions(model) if model.functions else model
 
     def _at_opset(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Return the model, declared with the wanted opset if its meaning is unchanged in that."""
@@ -295,15 +295,6 @@ class FloatRegions:
         rename_values(copied, name)
         emitter.initializers.extend(copied.initializer)
         emitter.nodes.extend(copied.node)
-        by_key = {(f.domain, f.name, f.overload): f for f in self.functions}
-        for function in model.functions:
-            other = by_key.get((function.domain, function.name, function.overload))
-            if other is None:
-                self.functions.append(function)
-            elif other != function:
-                because = f"PyTorch's ONNX exporter writes two different functions named {function.name}"
-                remedy = "replace one of the operators, or cut the model between them"
-                raise ExportError("operators that stay in float cannot be exported together", node=node, because=because, remedy=remedy)
         domains = {o.domain for o in self.opsets} | {""}
         self.opsets.extend(helper.make_opsetid(o.domain, o.version) for o in model.opset_import if o.domain not in domains)
         emitter.types.update({name: each.dtype if isinstance(each, TensorFact) else torch.int64 for name, each in outputs.items()})
@@ -461,7 +452,7 @@ def unchanged(model: onnx.ModelProto, written: int, older: int) -> bool:
         return version
 
     nodes = model.graph.node
-    plain = not model.functions and all(node.domain == "" and not any(a.HasField("g") for a in node.attribute) for node in nodes)
+    plain = all(node.domain == "" and not any(a.HasField("g") for a in node.attribute) for node in nodes)
     return plain and all(since(node.op_type, written) == since(node.op_type, older) for node in nodes)
 
 
@@ -563,7 +554,7 @@ def split(model: onnx.ModelProto, parts: Sequence[tuple[int, int]]) -> list[onnx
                 waiting.extend(values_read(model.graph.node[maker[name]]))
         nodes = [model.graph.node[index] for index in sorted(used)]
         graph = helper.make_graph(nodes, model.graph.name, mine, ends, list(tensors.values()))
-        models.append(helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version, functions=model.functions))
+        models.append(helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version))
     return models
 
 

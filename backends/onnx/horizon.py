@@ -152,6 +152,7 @@ class HorizonWriter(QdqWriter):
     """Writes the operators of an integer graph in one traversal. A quantized tensor is represented by its float value."""
 
     style = "horizon"
+    without_vnni: Mapping[str, Any] = {}
     renames = False
     calls = HorizonCall
 

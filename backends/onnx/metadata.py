@@ -24,8 +24,9 @@
     fxquant.float            JSON: why operators are outside of the integer part, by name
     fxquant.session_options  JSON: session options of onnxruntime, by name, that the file's numbers rely on where it was written
     fxquant.session_options_without_vnni
-                             JSON, style "fast": those they rely on where an x86 processor lacks VNNI; elsewhere they cost speed
-    fxquant.relies_on_vnni   JSON, style "fast": whether its numbers differ on x86 processors without VNNI, whatever the options
+                             JSON, styles "fast" and "qdq": those they rely on where an x86 processor lacks VNNI; elsewhere they
+                             cost speed
+    fxquant.relies_on_vnni   JSON, styles "fast" and "qdq": whether its numbers differ on x86 processors without VNNI, whatever the options
     fxquant.kernels          JSON, style "fast": "integer", the operators that became integer kernels, "computed", those whose tables
                              are computed in float32, and "refused", operators of both kinds that were not exact where the file was
                              written, and that have the form of style "exact"

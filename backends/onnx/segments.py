@@ -91,7 +91,7 @@ def export_segments(
         "segments": written,
         "tensors": tensors,
     }
-    save_models(models, folder, None, {MANIFEST: json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"}, opened=True)
+    save_models(models, folder, None, {MANIFEST: json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"})
     return Path(folder, MANIFEST)
 
 

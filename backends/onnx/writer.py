@@ -1,7 +1,7 @@
 """An integer graph as ONNX, style "exact": standard operators, every value an integer, equal bits everywhere.
 
-Requantization, table look-up and the splitting of wide sums are each one node that calls a model-local
-function. Every node of the integer graph is a value of equal name in the ONNX graph.
+Requantization, table look-up and the splitting of wide sums are several nodes each or, if functions are asked for, one node that calls
+a model-local function. Every node of the integer graph is a value of equal name in the ONNX graph.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -54,10 +54,10 @@ _APART = {"MatMul": "Transpose", "MaxPool": "Pad", "AveragePool": "Pad"}
 class Emitter:
     """Collects ONNX nodes; implements `fxquant.primitives.Emitter` for a graph or for a function's body.
 
-    No constant gets a name from `taken`.
+    Functions are collected in `functions`; where that is None, their bodies are nodes of the graph. No constant gets a name from `taken`.
     """
 
-    def __init__(self, functions: dict[str, onnx.FunctionProto], opset: int, scope: str = "", taken: Collection[str] = ()) -> None:
+    def __init__(self, functions: dict[str, onnx.FunctionProto] | None, opset: int, scope: str = "", taken: Collection[str] = ()) -> None:
         self.functions = functions
         self.opset = opset
         self.scope = scope
@@ -131,24 +131,18 @@ class Emitter:
         return name
 
     def call(self, name: str, body: Callable[..., str], *inputs: str) -> str:
+        if self.functions is None:
+            return body(self, *inputs)
         inner = FunctionEmitter(self.functions, self.opset)
         parameters = [f"input_{index}" for index in range(len(inputs))]
         inner.types.update(zip(parameters, (self.types[value] for value in inputs), strict=True))
         result = body(inner, *parameters)
         opsets = [helper.make_opsetid("", self.opset)]
-        called = self._shared(helper.make_function(DOMAIN, name, parameters, [result], inner.nodes, opsets))
+        called = _shared(self.functions, helper.make_function(DOMAIN, name, parameters, [result], inner.nodes, opsets))
         output = self._fresh(called)
         self.nodes.append(helper.make_node(called, list(inputs), [output], name=output, domain=DOMAIN))
         self.types[output] = inner.types[result]
         return output
-
-    def _shared(self, function: onnx.FunctionProto) -> str:
-        """Return the name of the one function with this body; a number is appended if another body has that name."""
-        name, count = function.name, 1
-        while self.functions.setdefault(function.name, function) != function:
-            count += 1
-            function.name = f"{name}_{count}"
-        return str(function.name)
 
     def dtype(self, value: str) -> torch.dtype:
         return self.types[value]
@@ -156,6 +150,15 @@ class Emitter:
     def _fresh(self, operator: str) -> str:
         self.count += 1
         return f"{self.scope}/{operator}_{self.count}" if self.scope else f"{operator}_{self.count}"
+
+
+def _shared(functions: dict[str, onnx.FunctionProto], function: onnx.FunctionProto) -> str:
+    """Return the name of the one function with this body; a number is appended if another body has that name."""
+    name, count = function.name, 1
+    while functions.setdefault(function.name, function) != function:
+        count += 1
+        function.name = f"{name}_{count}"
+    return str(function.name)
 
 
 class FunctionEmitter(Emitter):
@@ -185,18 +188,16 @@ def value_info(
     return helper.make_tensor_value_info(name, TYPES[dtype], dims)
 
 
-IR_VERSION_OF_FUNCTIONS = 8  # the first version in which a model can hold functions
-
-
 class Writer:
     """Writes an integer graph in one traversal. Other styles write primitives in their own way."""
 
     style = "exact"
+    without_vnni: Mapping[str, Any] = MappingProxyType({})  # what the metadata says of x86 processors without VNNI
     renames = True  # whether an inner value gives its name to an input or output that the user calls so
 
-    def __init__(self, integer: fx.GraphModule, io: str, opset: int) -> None:
+    def __init__(self, integer: fx.GraphModule, io: str, opset: int, functions: dict[str, onnx.FunctionProto] | None = None) -> None:
         self.integer, self.io, self.opset = integer, io, opset
-        self.emitter = Emitter({}, opset, taken={node.name for node in integer.graph.nodes})
+        self.emitter = Emitter(functions, opset, taken={node.name for node in integer.graph.nodes})
         self.inputs: list[onnx.ValueInfoProto] = []
         self.values: dict[fx.Node, Any] = {}  # names of values, or constant tensors
         self.tensors: dict[str, dict[str, Any]] = {}
@@ -233,11 +234,10 @@ class Writer:
                 if handed and self.values.get(node) == node.name:
                     self.infos.append(value_info(node.name, node_fact.dtype, node_fact.shape))  # `verify` passes it to an integer segment
         graph = self._graph(names, output_names)
-        functions = [*self.emitter.functions.values(), *self.regions.functions]
-        own = [helper.make_opsetid(DOMAIN, 1)] if self.emitter.functions else []
+        functions = list((self.emitter.functions or {}).values())
+        own = [helper.make_opsetid(DOMAIN, 1)] if functions else []
         opsets = [helper.make_opsetid("", self.opset), *own, *self.regions.opsets]
-        oldest: int = helper.find_min_ir_version_for(opsets[:1])
-        versions = {"producer_version": __version__, "ir_version": max(oldest, IR_VERSION_OF_FUNCTIONS) if functions else oldest}
+        versions = {"producer_version": __version__, "ir_version": helper.find_min_ir_version_for(opsets[:1])}
         model = helper.make_model(graph, opset_imports=opsets, functions=functions, producer_name="fxquant", **versions)
         write_metadata(model, self.metadata(list(graph.output)))
         return model
@@ -254,6 +254,7 @@ class Writer:
             "float": _in_float(self.integer),
             "provenance": self._provenance(),
             "session_options": {},
+            **self.without_vnni,
         }
 
     def _provenance(self) -> dict[str, dict[str, Any]]:

@@ -42,6 +42,7 @@ def export_onnx(
     *,
     external_data: bool | None = None,
     layouts: Mapping[str, str] | None = None,
+    functions: bool = False,
     example_inputs: Any = None,
     batch_size: int | None = None,
 ) -> Path:
@@ -65,6 +66,8 @@ def export_onnx(
            done if one file cannot hold the model.
     layouts        {"image": "NHWC"}: inputs of the file, by name, that are given channels last. A Transpose inside converts
            them to PyTorch's order; `verify` and `record` take PyTorch's layout all the same.
+    functions      True writes, in style "exact", each requantization as one call of a function of the file, for a graph that is easier to
+           read. Several runtimes read no functions (OpenVINO, RKNN), and ONNX's version converter loses them.
     example_inputs the inputs for tracing a float model that is not traced yet
     batch_size     the fixed number of rows of a batch, for compilers that need every size: each input, output and inner value has a
            fixed shape, as if the model was traced with `dynamic_shapes={}`, and `verify` takes batches of this size. By default the batch
@@ -81,7 +84,7 @@ def export_onnx(
     from fxquant.backends.onnx.export import FileOptions, export_float, export_integer
 
     look_at_constants(model)
-    options = FileOptions(opset, input_names, output_names, external_data, layouts)
+    options = FileOptions(opset, input_names, output_names, external_data, layouts, functions)
     if isinstance(model, fx.GraphModule) and stage_of(model) == Stage.PREPARED.name:
         model, style = convert(model, kernels="reference"), "qdq" if style == "auto" else style
     elif isinstance(model, nn.Module) and not is_deployed(model):

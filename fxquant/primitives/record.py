@@ -164,7 +164,7 @@ class Emitter(Protocol):
         """Return the name of an initializer with this value that no other node shares."""
 
     def call(self, name: str, body: Callable[..., str], *inputs: str) -> str:
-        """Append one call of the model-local function that `body(emitter, *inputs)` defines; equal bodies of one name are one function."""
+        """Append the nodes of `body(emitter, *inputs)`, or one call of a model-local function of it; equal bodies are one function."""
 
     def dtype(self, value: str) -> torch.dtype:
         """Return the element type of a value in the ONNX graph."""

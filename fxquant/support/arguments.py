@@ -284,7 +284,7 @@ CALLABLE = such("a function, or anything that can be called", lambda value: valu
 
 KINDS: dict[str, Kind] = {
     **dict.fromkeys((
-        "adapt", "check", "distributed", "equalize", "machine", "only_missing", "per_channel", "power_of_two", "real", "steps",
+        "adapt", "check", "distributed", "equalize", "functions", "machine", "only_missing", "per_channel", "power_of_two", "real", "steps",
         "training_branch",
     ), FLAG),
     "FXQUANT_DEBUG": such("0, 1, 2 or 3", int, lambda value: 0 <= value <= 3),

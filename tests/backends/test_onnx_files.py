@@ -17,14 +17,34 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.analysis.report import FloatDifference, differing
 from fxquant.backends.onnx.float_export import agrees, built_once, settings_of
-from fxquant.backends.onnx.runtime import OnnxModel
+from fxquant.backends.onnx.runtime import OnnxModel, text
 from fxquant.backends.onnx.writer import value_info
 from fxquant.ir.graph import TensorFact
 from fxquant.reporting import inspection
 from tests.ops.test_operators import BY_OPERATOR, Pack, inputs_of
 from tests.shared.contract import assert_train_is_validate, compiled, needs_vnni, same_bytes
 from tests.shared.networks import Network, members
-from tests.shared.onnx_files import assert_verified, batch, exported, integer_of, linear_of, rows
+from tests.shared.onnx_files import assert_verified, batch, exported, integer_of, known, linear_of, rows
+
+
+# ---- functions of a file, which few runtimes read -------------------------------------------------------------------
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+def test_a_file_has_functions_only_where_they_are_asked_for(target: str, tmp_path: Path) -> None:
+    integer = known("silu", target)
+    for style in ("exact", "fast", "qdq"):
+        model = onnx.load(fxq.export_onnx(integer, tmp_path / f"{style}.onnx", style))
+        assert (len(model.functions), [entry.domain for entry in model.opset_import]) == (0, [""])
+    path = exported(integer, tmp_path / "called.onnx", style="exact", functions=True)
+    called = onnx.load(path)
+    for function in called.functions:
+        assert f"function {function.name}(" in text(OnnxModel(path))
+    assert (
+        {node.op_type for node in called.graph.node if node.domain == "fxquant"}
+        == {function.name for function in called.functions}
+        != set()
+    )
+    with pytest.raises(fxq.errors.ConfigurationError, match="functions cannot be written in style 'qdq'"):
+        fxq.export_onnx(integer, tmp_path / "qdq.onnx", "qdq", functions=True)
 
 
 # ---- signed zeros -----------------------------------------------------------------------------------------------------

@@ -10,14 +10,16 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends.onnx import export
+from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.backends.onnx.writer import Emitter
 from fxquant.ir.integer import is_inner, qparams
 from fxquant.reporting.inspection import read
-from tests.shared.contract import Compiled, compiled, needs_vnni
+from tests.shared.contract import VNNI, Compiled, compiled, needs_vnni
 from tests.shared.networks import members
 from tests.shared.onnx_files import assert_verified, batch, exported, known, run
 
@@ -287,16 +289,36 @@ def test_verify_compares_inputs_that_are_not_finite(target: str, tmp_path: Path)
     assert fxq.verify(both.integer, fxq.export_onnx(both.integer, tmp_path / "model.onnx", style="exact"), [x])
 
 
-def test_a_file_that_onnxruntime_does_not_open_is_refused_with_the_opset_to_take(tmp_path: Path) -> None:
-    """Whether onnxruntime opens the file depends on the processor: without VNNI its optimizer breaks QuantizeLinear of opset 21."""
-    layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.ReLU()).eval()
-    integer = compiled(layers, [torch.randn(4, 6, 8)], "nash-e").integer
-    said = []
-    for opset in (21, 17):
-        try:
-            path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=opset, batch_size=4)
-        except fxq.errors.ExportError as error:
-            said.append((opset, "pass opset=17" in error.remedy))
-        else:
-            assert onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).get_inputs()[0].shape == [4, 6, 8]
-    assert said in ([], [(21, True)])
+@members(lambda: dict(first=nn.Linear(40, 40), last=nn.Linear(40, 40)))
+def Tied(self, x: Tensor) -> Tensor:
+    return F.relu(self.last(F.relu(self.first(x))))
+
+
+@pytest.mark.parametrize("opset", [13, 17, 21])
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+def test_onnxruntime_opens_qdq_with_the_options_that_its_metadata_names(target: str, opset: int, tmp_path: Path) -> None:
+    """Layers of rows with one weight, for a fixed batch: onnxruntime converts weights and their zero points in place."""
+    net, x = Tied().eval(), torch.randn(4, 6, 40)
+    net.last.weight = net.first.weight
+    integer = compiled(net, [x], target).integer
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=opset, batch_size=4)
+    metadata = fxq.export.onnx_metadata(path)
+    assert (metadata["session_options_without_vnni"], metadata["relies_on_vnni"]) == (PRECISE, False)
+    apart = fxq.export_onnx(integer, tmp_path / "apart.onnx", style="qdq", opset=opset, external_data=True)
+    assert apart.with_name("apart.onnx.data").stat().st_size == 40 * 40  # of both layers
+    runtime = onnx.load(path), *RUNTIMES[0][1:], None
+    plain, precise = (next(iter(Runner(*runtime, settings)({"x": x}).values())) for settings in ({}, PRECISE))
+    step = metadata["tensors"][metadata["outputs"][0]["tensor"]]["scale"]
+    assert (precise - integer(x)).abs().max() <= 1.01 * step  # a float sum next to a tie may be rounded to either side
+    assert (plain - precise).abs().max() <= 1.01 * step or not VNNI
+
+
+@every_style
+def test_a_file_that_onnxruntime_cannot_open_is_not_written(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: Path) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(export, "open_file", fails)
+    with pytest.raises(fxq.errors.ExportError, match=r"could not open the file(.|\n)*no kernel(.|\n)*another opset"):
+        fxq.export_onnx(known("linear"), tmp_path / "model.onnx", style=style)
+    assert not list(tmp_path.iterdir())

@@ -213,8 +213,6 @@ def test_inspect_the_graph_of_a_file(files: dict[str, Path], capsys: pytest.Capt
     model = onnx.load(files["onnx"])
     for node in model.graph.node:
         assert f"%{node.output[0]} = {node.op_type}(" in shown
-    for function in model.functions:
-        assert f"function {function.name}(" in shown
 
 
 # ---- diff ---------------------------------------------------------------------------------------------------------------

@@ -375,18 +375,12 @@ def casts_first(record: Primitive, arguments: Arguments) -> bool:
 
 
 def _all_casts(record: Primitive, arguments: Arguments, dtype: torch.dtype) -> bool:
-    both, emitter = named(record, arguments), Emitter({}, 20)
+    both, emitter = named(record, arguments), Emitter(None, 20)
     operands = {name for name in both if name in ("input", "other", "source", "residual")}
     emitter.types.update(dict.fromkeys(operands, dtype) | {"accumulator": torch.float32, "index": torch.int64})
     record.onnx(emitter, *(name if name in emitter.types else value for name, value in both.items()))
 
-    def readers(nodes: Any, value: str) -> Iterator[str]:
-        for node in nodes:
-            for position in (position for position, read in enumerate(node.input) if read == value):
-                inner = emitter.functions.get(node.op_type)
-                yield from [node.op_type] if inner is None else readers(inner.node, inner.input[position])
-
-    return all(kind == "Cast" for name in operands for kind in readers(emitter.nodes, name))
+    return all(node.op_type == "Cast" for node in emitter.nodes if operands & set(node.input))
 
 
 FACTS: dict[str, tuple[Callable[[Primitive], bool], Callable[[Primitive, Arguments], bool]]] = {

@@ -95,8 +95,9 @@ class Call:
         if old or (axis is not None and integers.shape[axis] != scale.numel()):
             return e.constant(arrange(self.grouped(role)))
         attributes = {} if axis is None else {"axis": channel_axis(integers, scale, axis, arrange)}
-        zero = e.own_constant(torch.zeros(scale.shape, dtype=integers.dtype, device="cpu"))  # onnxruntime may replace it
-        return self.do("DequantizeLinear", e.constant(arrange(integers).contiguous()), e.constant(scale), zero, **attributes)
+        # onnxruntime rewrites a weight and its zero point in place for "x64quantprecision", so each layer has its own.
+        zero = e.own_constant(torch.zeros(scale.shape, dtype=integers.dtype, device="cpu"))
+        return self.do("DequantizeLinear", e.own_constant(arrange(integers).contiguous()), e.constant(scale), zero, **attributes)
 
     def grouped(self, role: str) -> Tensor:
         """Return a dequantized weight, whose scales may run through groups along its first dimension."""

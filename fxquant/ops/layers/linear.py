@@ -20,6 +20,7 @@ from fxquant.lowering.lowering import Clamp, Lowering, Quantized, named_paramete
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, INT48_MAX, accumulator_bound
 from fxquant.ops.core import FOLDED, HEADS, NORMED, ROUNDED, Builder, Call, Instead, Ratio, Trait, are_fixed, sampled, sums
 from fxquant.ops.core.declare import composite, function_and_method, listed, lowered, nodes
+from fxquant.ops.core.form import INT16_OPSET
 from fxquant.ops.core.record import Layer, operator_named
 from fxquant.ops.core.sums import computed_linear, is_computed, spelled, with_vectors
 from fxquant.ops.core.weighted import ABSORBED, Product, absorbing, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
@@ -47,7 +48,12 @@ def _onnx_linear(c: Call) -> str:
     if len(c.operand_shape) == 2:
         return c.epilogue(c.with_bias(lambda *bias: c.do("Gemm", c.input, c.weight(), *bias, transB=1), 0))
     product = c.do("MatMul", c.input, c.weight(lambda weight: weight.t()))
-    return c.epilogue(c.do("Add", product, c.e.constant(c.real("bias"))) if "bias" in c.constants else product)
+    if "bias" in c.constants:
+        # From opset 21 on it has as many dimensions as the product, which keeps onnxruntime from making a Gemm of the two for fixed sizes:
+        # it quantizes the reshaped operand again, and such a QuantizeLinear of opset 21 it cannot turn into one of uint8 (1.31, 1.32).
+        leading = [1] * (len(c.operand_shape) - 1) if c.e.opset >= INT16_OPSET else []
+        product = c.do("Add", product, c.e.constant(c.real("bias").reshape(*leading, -1)))
+    return c.epilogue(product)
 
 
 def _onnx_convolution(c: Call) -> str:
