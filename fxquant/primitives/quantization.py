@@ -126,8 +126,9 @@ def dequantize(input: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32,
 # float32 quotient by a positive number. Two such functions are equal everywhere if both step to each of the 255 results at the same
 # integer. For each channel, a divisor that places every step correctly is searched among the float32 numbers next to the step's size.
 # ONNX's QuantizeLinear then divides, rounds, saturates and stores in one operator. The search returns None where it finds none.
-FRACTIONS = (0.0, 2.0**-9, -(2.0**-9), 2.0**-8, -(2.0**-8), 2.0**-7)  # of a step; their sums with integers below 2^15 are exact
-LOWERED_FRACTIONS = (0.0, *(2.0**-n for n in range(11, 2, -1)))  # sums of rounded-down results, in the order in which they are tried
+# Each step lies between two integers. The divisor and the constant that is added keep integers as far from ties as they can, so that a
+# runtime that divides less exactly, or rounds ties otherwise, computes the same.
+SAFE = 2.0**-15  # of a result: the distance from a tie that is enough; a product with a reciprocal in float32 errs by half of it
 NEIGHBOURS = (0, 1, -1, 2, -2, 3, -3)  # float32 numbers from the nearest one, in the order in which they are tried
 QUOTIENT_LIMIT = 2**30  # reference implementations round larger quotients wrongly
 
@@ -163,13 +164,12 @@ class Rounded(NamedTuple):
     add: Tensor | None = None  # the float32 constant that is added to the integers first, which broadcasts against them; None for nothing
 
 
-def rounded(steps: Tensor, size: Tensor, low: int, high: int, add: Tensor | None = None, lowered: bool = False) -> Rounded | None:
+def rounded(steps: Tensor, size: Tensor, low: int, high: int) -> Rounded | None:
     """Return one float operation (product or quotient, rounded) that changes its result exactly at `steps`; None if there is none.
 
     It equals the integer function for all integers below 2^24 in magnitude. `steps`, int64 (channels, results), are the integers at which
-    each result begins. `size`, float64, is about the number of integers per result, and `add`, float32, is added to the integers first;
-    both are shaped to broadcast against them. Without `add`, a fraction of an integer is added if a divisor alone does not suffice: it
-    moves ties away from the middle between two results. `lowered` rounds down, as rounding to the nearest after subtracting half a result.
+    each result begins. `size`, float64, is about the number of integers per result, shaped to broadcast against them. A constant is added
+    to the integers first if one of them would be nearer than `SAFE` to a tie.
     Runtimes divide quickly by a number per channel only if the elements of a channel are contiguous, so factors are used if channels are
     the last dimension.
     """
@@ -181,38 +181,46 @@ def rounded(steps: Tensor, size: Tensor, low: int, high: int, add: Tensor | None
     nearest = (size if divides else 1 / size).flatten().float()
     if not bool((torch.isfinite(nearest) & (nearest > torch.finfo(torch.float32).tiny)).all()):
         return None
-    by, more = torch.zeros_like(nearest), torch.zeros_like(nearest)
-    half = -(size.flatten() / 2).float() if lowered else torch.zeros_like(nearest)
-    for fraction in (LOWERED_FRACTIONS if lowered else FRACTIONS) if add is None else (add.flatten(),):
-        open_ = by == 0
-        tried = (half + torch.as_tensor(fraction, dtype=torch.float32, device="cpu")).expand(nearest.shape)[open_]
-        by[open_] = _found(steps[open_] if len(steps) > 1 else steps, nearest[open_], tried, low, high, divides)
-        more[open_] = tried
+    for adds, least_distance in ((False, SAFE), (True, 0.0)):
+        by, more = torch.zeros_like(nearest), torch.zeros_like(nearest)
+        distance = torch.full_like(nearest, least_distance, dtype=torch.float64)  # from a tie, of a result; the farthest is taken
+        for neighbour in NEIGHBOURS:
+            tried = (nearest.view(torch.int32) + neighbour).view(torch.float32)
+            step = tried.double() if divides else 1 / tried.double()
+            least, most = _constants(steps, step, low, high)
+            add = ((least + most) / 2).nan_to_num(0.0, 0.0, 0.0).float() if adds else torch.zeros_like(nearest)
+            reached = torch.minimum(add - least, most - add) / step
+            farther = (reached > distance) & _is_right(steps, tried, add, low, high, divides)
+            by, more, distance = torch.where(farther, tried, by), torch.where(farther, add, more), torch.where(farther, reached, distance)
         if bool((by > 0).all()):
-            added = more.reshape(size.shape) if bool(more.any()) else None
-            return Rounded(by[0] if axis is None else by, divides, axis, added)
+            return Rounded(by[0] if axis is None else by, divides, axis, more.reshape(size.shape) if adds else None)
     return None
 
 
-def _found(steps: Tensor, nearest: Tensor, add: Tensor, low: int, high: int, divides: bool) -> Tensor:
-    """Return float32 f with round_half_even((c + add) / f or (c + add) · f) ≥ k exactly from the step of k on.
+def _constants(steps: Tensor, step: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """Return the limits, float64 (channels,), of a constant by which round((c + constant) / step) ≥ k exactly from the step of k on.
 
-    The result has one f for each channel; 0 where there is none. Where `low` is 0, the integer 0 gives 0 or more: a rectified operand
-    needs no other lower limit.
+    `step` is float64 (channels,). The limits are infinite for a channel that no integer leads from one result to another.
+    """
+    ties = (torch.arange(low + 1, high + 1, device="cpu") - 0.5) * step[:, None]
+    never, always = steps > FLOAT32_EXACT, steps - 1 < -FLOAT32_EXACT  # results beyond what the integers can be
+    least = torch.where(never | always, -torch.inf, ties - steps).amax(1)
+    most = torch.where(never | always, torch.inf, ties - (steps - 1)).amin(1)
+    return (torch.maximum(least, -step / 2) if low == 0 else least), most
+
+
+def _is_right(steps: Tensor, by: Tensor, add: Tensor, low: int, high: int, divides: bool) -> Tensor:
+    """Return whether round_half_even((c + add) / by or (c + add) · by) ≥ k exactly from the step of k on, in float32, for each channel.
+
+    Where `low` is 0, the integer 0 gives 0 or more: a rectified operand needs no other lower limit.
     """
     results = torch.arange(low + 1, high + 1, device="cpu")
     limit = torch.full((1,), FLOAT32_EXACT, dtype=torch.int64, device="cpu")
     reached, below, last = (whole.clamp(-FLOAT32_EXACT, FLOAT32_EXACT).float() + add[:, None] for whole in (steps, steps - 1, limit))
-    never, always = steps > FLOAT32_EXACT, steps - 1 < -FLOAT32_EXACT  # results beyond what the integers can be
-    chosen, at_zero = torch.zeros_like(nearest), add[:, None]
-    for distance in NEIGHBOURS:
-        by = (nearest.view(torch.int32) + distance).view(torch.float32)[:, None]
-        over, under, largest = (whole / by if divides else whole * by for whole in (reached, below, last))
-        right = (never | (over.round() >= results)) & (always | (under.round() < results)) & (largest < QUOTIENT_LIMIT)
-        if low == 0:
-            right = right & ((at_zero / by if divides else at_zero * by).round() >= 0)
-        chosen = torch.where((chosen == 0) & right.all(1), by[:, 0], chosen)
-    return chosen
+    never, always = steps > FLOAT32_EXACT, steps - 1 < -FLOAT32_EXACT
+    over, under, largest, zero = (whole / by[:, None] if divides else whole * by[:, None] for whole in (reached, below, last, add[:, None]))
+    right = (never | (over.round() >= results)) & (always | (under.round() < results)) & (largest < QUOTIENT_LIMIT)
+    return (right & (zero.round() >= 0) if low == 0 else right).all(1)
 
 
 def onnx_constants(e: Emitter, how: Rounded, dtype: torch.dtype, zero_point: int = 0) -> list[str]:
@@ -271,7 +279,7 @@ def _rounded_fixed(multiplier: Tensor, right_shift: Tensor, limit: int, low: int
     size = torch.where(whole, power_of_two(right_shift) / multiplier.double(), 2.0 * FLOAT32_EXACT)
     if lowered and float(size.max()) > limit:
         return None
-    return rounded(steps, size, low, high, lowered=lowered)
+    return rounded(steps, size, low, high)
 
 
 def _rounded_half_step(
@@ -284,7 +292,7 @@ def _rounded_half_step(
         return None  # where the intermediate saturates
     size = torch.where(multiplier != 0, power_of_two(shift + right_shift) / multiplier.double(), 2.0 * FLOAT32_EXACT)
     steps = steps_of_half_step(shift, multiplier, right_shift, half, low, high)
-    return rounded(steps, size, low, high, torch.where(half > 0, 0.5, 0.0).float())
+    return rounded(steps, size, low, high)
 
 
 def _onnx_rounded_fixed(
@@ -466,10 +474,11 @@ def _onnx_requantize_real_byte(
         x = e.node("Mul", e.node("Relu" if low == 0 else "Round", x), multiplier)
         if limited:  # beyond the range of int32 not every runtime saturates
             x = e.node("Clip", x, e.constant(-float(QUOTIENT_LIMIT)), e.constant(float(QUOTIENT_LIMIT)))
+        x = e.node("Round", x) if zero_point else x  # OpenVINO adds the zero point before it rounds, which moves ties where it is odd
         stored = e.node("QuantizeLinear", x, e.constant(1.0), zero)
         return clipped(e, stored, torch.iinfo(dtype).min if low == 0 else low + zero_point, high + zero_point, dtype)
 
-    name = f"requantize_real_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
+    name = f"requantize_real_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}{'_offset' * bool(zero_point)}"
     return e.call(name, body, accumulator, e.constant(multiplier), e.constant(zero_point, dtype))
 
 

@@ -54,21 +54,31 @@ def by_quotient(whole: Tensor, how: Rounded, low: int, high: int) -> Tensor:
 def test_the_rest_of_fixed_is_a_division_wherever_one_is_found(numbers: list[int], right_shift: int, limits: tuple[int, int]) -> None:
     multiplier = torch.tensor(numbers, dtype=torch.int32)[:, None]
     size = 2.0**right_shift / multiplier.double()
-    how = quantization.rounded(
-        quantization.steps_of_fixed(multiplier, torch.full_like(multiplier, right_shift), *limits), size[:, :, None], *limits
-    )
+    steps = quantization.steps_of_fixed(multiplier, torch.full_like(multiplier, right_shift), *limits)
+    how = quantization.rounded(steps, size[:, :, None], *limits)
     if bool((size * (max(limits[1], -limits[0]) + 0.5) < 2**15).all()):  # as the first shift has it, and nothing saturates before
         assert how is not None
+        assert bool((distance(how, steps, *limits) > 0).all())
         wanted = by_definition(SIXTEEN_BITS, 0, multiplier, right_shift, "half_up", *limits)
         assert torch.equal(by_quotient(SIXTEEN_BITS, how, *limits), wanted)
 
 
-def test_ties_on_both_sides_of_zero_take_a_fraction_of_a_step() -> None:
+def distance(how: Rounded, steps: Tensor, low: int, high: int) -> Tensor:
+    """Return how near an integer comes to a tie, as a part of a result, for each channel."""
+    ties = (torch.arange(low + 1, high + 1) - 0.5) * how.by.double().reshape(-1, 1)
+    ties = ties - (0.0 if how.add is None else how.add.double().reshape(-1, 1))
+    return torch.minimum(steps - ties, ties - (steps - 1)).amin(1) / how.by.double().flatten()
+
+
+def test_ties_are_moved_into_the_middle_between_two_integers() -> None:
     multiplier, right_shift = torch.full((1, 1, 1), 2**14, dtype=torch.int32), torch.full((1, 1, 1), 15, dtype=torch.int32)
     size = torch.full((1, 1, 1), 2.0, dtype=torch.float64)  # 1/2 rounds up to 1, and -1/2 up to 0
-    for low, added in ((-128, True), (0, False)):
-        how = quantization.rounded(quantization.steps_of_fixed(multiplier, right_shift, low, 127), size, low, 127)
-        assert (how.add is not None) == added
+    for low in (-128, 0):
+        down = _rounded_fixed(multiplier, right_shift + 1, 2**15, low, 127, lowered=True)
+        assert (down.by, down.add) == (4.0, -1.5)  # a rectified 0 becomes -3/8, not -1/2
+        steps = quantization.steps_of_fixed(multiplier, right_shift, low, 127)
+        how = quantization.rounded(steps, size, low, 127)
+        assert distance(how, steps, low, 127) == 0.25
         wanted = by_definition(SIXTEEN_BITS, 0, multiplier.reshape(1, 1), 15, "half_up", low, 127)
         assert torch.equal(by_quotient(SIXTEEN_BITS, how, low, 127), wanted)
 
@@ -123,6 +133,7 @@ def test_what_is_rounded_down_is_a_division_wherever_one_is_found(numbers: list[
     if right_shift in (21, 22) and bool((reached.abs() < 2**15).all()):
         assert how is not None
     if how is not None:
+        assert bool((distance(how, reached, *limits) > 0).all())
         wanted = by_definition(SIXTEEN_BITS, 0, multiplier[:, 0], right_shift, "floor", *limits)
         assert torch.equal(by_quotient(SIXTEEN_BITS, how, *limits), wanted)
         if limits[0] == 0:  # files have a Relu before, and no lower limit after
