@@ -349,8 +349,13 @@ def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.Mo
 
 
 def _exact(integer: fx.GraphModule, io: str, opset: int, names: Names, functions: bool = False) -> onnx.ModelProto:
-    looped = with_integer_loops(integer) if bodies(integer.graph) else integer
-    return Writer(looped, io, opset, {} if functions else None).write(*names)
+    writer = Writer(with_integer_loops(integer) if bodies(integer.graph) else integer, io, opset, {} if functions else None)
+    model = writer.write(*names)
+    if torch.float64 in writer.emitter.dtypes:
+        logger.info(
+            "style 'exact': sums beyond 24 bits are float64, which OpenVINO and IREE compute in float32; onnxruntime and TVM do not"
+        )
+    return model
 
 
 def _fast(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
@@ -374,7 +379,7 @@ def _qdq(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.Mod
 
 STYLES = {
     "auto": Style(_auto, "'fast' where that is exact here without options of a session, else 'exact'"),
-    "exact": Style(_exact, "integers in standard operators, with equal bits in every runtime"),
+    "exact": Style(_exact, "integers in standard operators, with equal bits wherever these are computed as ONNX defines"),
     "fast": Style(_fast, "kernels of 8 bits, with equal bits in onnxruntime as its metadata says"),
     "qdq": Style(_qdq, "floats between QuantizeLinear and DequantizeLinear, whose bits differ", range(11, 22), 17, False),
 }

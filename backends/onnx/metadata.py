@@ -27,6 +27,8 @@
                              JSON, styles "fast" and "qdq": those they rely on where an x86 processor lacks VNNI; elsewhere they
                              cost speed
     fxquant.relies_on_vnni   JSON, styles "fast" and "qdq": whether its numbers differ on x86 processors without VNNI, whatever the options
+    fxquant.relies_on_float64
+                             JSON: whether it computes integers in float64, which some runtimes (OpenVINO, IREE) make float32
     fxquant.kernels          JSON, style "fast": "integer", the operators that became integer kernels, "computed", those whose tables
                              are computed in float32, and "refused", operators of both kinds that were not exact where the file was
                              written, and that have the form of style "exact"
@@ -149,7 +151,8 @@ def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
         )
     for name in ("session_options", "session_options_without_vnni"):
         check_session_options(entries.get(name, {}), f"fxquant.{name}")
-    _require(isinstance(entries.get("relies_on_vnni", False), bool), "fxquant.relies_on_vnni is neither true nor false")
+    for name in ("relies_on_vnni", "relies_on_float64"):
+        _require(isinstance(entries.get(name, False), bool), f"fxquant.{name} is neither true nor false")
 
 
 def _are_exponents(value: object) -> bool:

@@ -20,7 +20,7 @@ from onnx.reference.ops import op_loop, op_max_pool
 from torch import Tensor
 
 from fxquant.backends.onnx.metadata import read_metadata, read_model, to_file
-from fxquant.errors import ExportError
+from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import DTYPE_NAMES
 
 # Name, optimisation level, threads. "reference" is ONNX's own evaluator in numpy.
@@ -32,6 +32,7 @@ RUNTIMES = (
 )
 RUNTIME_NAMES = tuple(name for name, _, _ in RUNTIMES)
 MEASURED_RUNTIMES = ("onnxruntime", "onnxruntime, no optimisation")  # for measuring a file that is not exact by design
+Run = Callable[[dict[str, np.ndarray[Any, Any]]], Sequence[Any]]  # inputs by name to outputs, in order
 DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -40,6 +41,85 @@ def open_file(path: Path) -> None:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # the error holds the message already
     onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+# ---- runtimes of other packages, with the settings that keep bits ---------------------------------------------------
+def _openvino(model: onnx.ModelProto) -> Run:
+    import openvino
+
+    # By default products are bfloat16 where the processor has it, and weights between QuantizeLinear and DequantizeLinear are 7 bits.
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "LP_TRANSFORMS_MODE": "NO"}
+    core = openvino.Core()
+    compiled = core.compile_model(core.read_model(model.SerializeToString(), b""), "CPU", settings)
+
+    def run(feeds: dict[str, np.ndarray[Any, Any]]) -> list[Any]:
+        results = compiled(list(feeds.values()))
+        return [results[index] for index in range(len(compiled.outputs))]
+
+    return run
+
+
+def _tvm(model: onnx.ModelProto) -> Run:
+    import tvm
+    from tvm import relax
+    from tvm.relax.frontend.onnx import from_onnx
+
+    module = relax.transform.LegalizeOps()(relax.transform.DecomposeOpsForInference()(from_onnx(model)))
+    main = relax.VirtualMachine(tvm.compile(module, target="llvm"), tvm.cpu())["main"]
+
+    def run(feeds: dict[str, np.ndarray[Any, Any]]) -> list[Any]:
+        results = main(*map(tvm.runtime.tensor, feeds.values()))
+        return [result.numpy() for result in ([results] if hasattr(results, "numpy") else results)]
+
+    return run
+
+
+def _iree(model: onnx.ModelProto) -> Run:
+    import iree.runtime
+    from iree.compiler import compile_str
+    from iree.compiler.extras import onnx_importer
+    from iree.compiler.ir import Context
+
+    info = onnx_importer.ModelInfo(model)
+    module = info.create_module(context=Context()).operation
+    onnx_importer.NodeImporter.define_function(info.main_graph, module).import_all()
+    flags = ["--iree-llvmcpu-target-cpu=host", "--iree-input-demote-f64-to-f32=false", "--iree-input-demote-i64-to-i32=false"]
+    program = compile_str(str(module), input_type="onnx", target_backends=["llvm-cpu"], extra_args=flags)
+    context = iree.runtime.load_vm_flatbuffer(program, driver="local-sync")
+    dtypes = [helper.tensor_dtype_to_np_dtype(output.type.tensor_type.elem_type) for output in model.graph.output]
+
+    def run(feeds: dict[str, np.ndarray[Any, Any]]) -> list[Any]:
+        results = context[model.graph.name](*feeds.values())
+        values = [np.array(result.to_host()) for result in (results if isinstance(results, tuple | list) else [results])]  # its memory ends
+        return [value.view(dtype) for value, dtype in zip(values, dtypes, strict=True)]  # unsigned integers come as signed ones
+
+    return run
+
+
+OTHER_RUNTIMES: dict[str, Callable[[onnx.ModelProto], Run]] = {"openvino": _openvino, "tvm": _tvm, "iree": _iree}
+
+
+def _of_fixed_sizes(name: str, model: onnx.ModelProto) -> Run:
+    """Return a run of a model in one of these runtimes, which is compiled for each sizes of its inputs; ConfigurationError without it."""
+    compiled: dict[tuple[tuple[int, ...], ...], Run] = {}
+
+    def run(feeds: dict[str, np.ndarray[Any, Any]]) -> Sequence[Any]:
+        shapes = tuple(value.shape for value in feeds.values())
+        if shapes not in compiled:
+            sized = onnx.ModelProto()
+            sized.CopyFrom(model)
+            for info, shape in zip(sized.graph.input, shapes, strict=True):
+                for dim, size in zip(info.type.tensor_type.shape.dim, shape, strict=True):
+                    dim.dim_value = size
+            del sized.graph.value_info[:]  # which states sizes that vary
+            try:
+                compiled[shapes] = OTHER_RUNTIMES[name](onnx.shape_inference.infer_shapes(sized))
+            except ImportError as error:
+                because, remedy = f"its package is not installed: {error}", f'pip install "fxquant[{name}]"'
+                raise ConfigurationError(f"runtime={name!r} cannot be used", because=because, remedy=remedy) from error
+        return compiled[shapes](feeds)
+
+    return run
 
 
 # ---- defects of ONNX's own evaluator --------------------------------------------------------------------------------
@@ -162,7 +242,7 @@ class OnnxModel:
     def runner(self, runtime: str, expose: Sequence[str], feed: Sequence[str] = ()) -> Runner:
         """Return a runner of the model: `expose` names values returned besides the outputs, `feed` values given as inputs."""
         model = _with_values(self.model, expose, feed)
-        _, level, threads = next(row for row in RUNTIMES if row[0] == runtime)
+        level, threads = next(((level, threads) for name, level, threads in RUNTIMES if name == runtime), (runtime, 1))
         return Runner(model, level, threads, self.path.parent, self.metadata.get("session_options", {}), str(self.path), self.layouts)
 
     def runners(self, expose: Sequence[str], feed: Sequence[str] = ()) -> Iterator[tuple[str, Runner]]:
@@ -188,18 +268,24 @@ class Runner:
         dims = {info.name: info.type.tensor_type.shape.dim for info in model.graph.input}
         self.sizes = {name: [size.dim_value if size.HasField("dim_value") else None for size in shape] for name, shape in dims.items()}
         self.dtypes = {info.name: helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type) for info in model.graph.input}
-        self.name, self.runtime = name, "ONNX's reference evaluator" if level is None else "onnxruntime"
+        self.name, self.runtime = (
+            name,
+            level if isinstance(level, str) else "ONNX's reference evaluator" if level is None else "onnxruntime",
+        )
         try:
             self._open(model, level, threads, folder, settings)
         except Exception as error:  # the runtimes' own errors have no common class
             raise self._failed(error) from error
 
     def _open(self, model: onnx.ModelProto, level: Any, threads: int, folder: Path | None, settings: Mapping[str, str] | None) -> None:
+        if (level is None or isinstance(level, str)) and folder is not None:
+            load_external_data_for_model(model, str(folder))
+        if isinstance(level, str):
+            self._run: Run = _of_fixed_sizes(level, model)
+            return
         if level is None:
-            if folder is not None:
-                load_external_data_for_model(model, str(folder))
             evaluator = Evaluator(model)
-            self._run: Callable[[dict[str, Any]], Any] = lambda feeds: evaluator.run(None, feeds)
+            self._run = lambda feeds: evaluator.run(None, feeds)
             return
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = level
@@ -219,6 +305,8 @@ class Runner:
         self._check(arrays)
         try:
             results = self._run(arrays)
+        except ConfigurationError:
+            raise
         except Exception as error:
             raise self._failed(error) from error
         return {
@@ -241,9 +329,13 @@ class Runner:
                 raise ExportError(f"{self.name} cannot be run on this batch", because=because, remedy=remedy)
 
     def _failed(self, error: Exception) -> ExportError:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        lines = str(error).splitlines() or [type(error).__name__]
+        telling = [line for line in lines if " error: " in line or line.startswith("While validating")]  # of compilers' long messages
+        reason = (telling or lines)[0]
         because = f"{self.runtime} says: {reason}"
         remedy = "export it again with fxq.export_onnx, and keep its .data file, if any, in the same folder"
+        if self.runtime in OTHER_RUNTIMES:
+            remedy = "export it with style='exact' if it has another; docs/guide/onnx.md says what which runtime reads"
         return ExportError(f"{self.name} cannot be run", because=because, remedy=remedy)
 
 

@@ -65,6 +65,7 @@ class Emitter:
         self.nodes: list[onnx.NodeProto] = []
         self.producers: dict[str, onnx.NodeProto] = {}  # by the value that each computes
         self.types: dict[str, torch.dtype] = {}
+        self.dtypes: set[torch.dtype] = set()  # of all that nodes compute, inside functions too
         self.constants: dict[Any, str] = {}
         self.initializers: list[onnx.TensorProto] = []
         self.count = 0
@@ -78,6 +79,7 @@ class Emitter:
         self.nodes.append(helper.make_node(operator, list(inputs), outputs, name=output, **attributes))
         self.producers[output] = self.nodes[-1]
         self.types[output] = self._result_type(operator, inputs, attributes)
+        self.dtypes.add(self.types[output])
         return output
 
     def named(self, result: str, name: str) -> str:
@@ -134,6 +136,7 @@ class Emitter:
         if self.functions is None:
             return body(self, *inputs)
         inner = FunctionEmitter(self.functions, self.opset)
+        inner.dtypes = self.dtypes
         parameters = [f"input_{index}" for index in range(len(inputs))]
         inner.types.update(zip(parameters, (self.types[value] for value in inputs), strict=True))
         result = body(inner, *parameters)
@@ -254,6 +257,7 @@ class Writer:
             "float": _in_float(self.integer),
             "provenance": self._provenance(),
             "session_options": {},
+            "relies_on_float64": torch.float64 in self.emitter.dtypes,
             **self.without_vnni,
         }
 

@@ -50,7 +50,7 @@ def export_onnx(
 
     style  "auto": "fast" if this target requantizes by float32 numbers and every kernel is exact here without session options, else
            "exact"; the log says which, and so does `onnx_metadata`. For a prepared model "qdq".
-           "exact": standard operators on integers, equal bits in every runtime, at any optimisation
+           "exact": standard operators on integers, equal bits in any runtime that computes them as ONNX defines, at any optimisation
            "fast": equal bits by 8-bit kernels, proved in onnxruntime before it is written. Its metadata names session options to
            run it with, above all on x86 processors without VNNI. If the target requantizes by shifts (bayes-e, bernoulli2, …), those
            processors compute other results whatever the options, as the metadata and a line of the log report.
@@ -79,7 +79,7 @@ def export_onnx(
 
     `onnx_metadata` reads the file's metadata: scales, zero points and dtypes of its inputs, outputs
     and inner tensors. Numbers and None among the model's outputs are left out of the file. The file is checked before it
-    appears, with float operators also by opening it in onnxruntime, and is written atomically. Raises ConfigurationError or ExportError.
+    appears, also by opening it in onnxruntime, and is written atomically. Raises ConfigurationError or ExportError.
     """
     from fxquant.backends.onnx.export import FileOptions, export_float, export_integer
 

@@ -43,9 +43,9 @@ class Result:
         return export_onnx(self.integer, path, **options)
 
     @checked(path=PATH)
-    def verify(self, path: str | os.PathLike[str], batches: Batches) -> Report:
-        """Compare the integer model with the exported file."""
-        return verify(self.integer, path, batches)
+    def verify(self, path: str | os.PathLike[str], batches: Batches, *, runtime: str | None = None) -> Report:
+        """Compare the integer model with the exported file; `runtime` is as in `fxq.verify`."""
+        return verify(self.integer, path, batches, runtime=runtime)
 
     @checked()
     def compare(self, batches: Batches, **options: Any) -> Comparison:

@@ -100,8 +100,8 @@ def quantize(input: Tensor, scale: Tensor, low: int, high: int, dtype: torch.dty
 def _onnx_dequantize(e: Emitter, input: str, scale: Tensor, dtype: torch.dtype = torch.float32, zero_point: int = 0) -> str:
     # DequantizeLinear is this very product, but the reference evaluator lacks it before opset 19.
     value = e.node("Cast", input, to=torch.float32)
-    if zero_point:
-        value = e.node("Sub", value, e.constant(float(zero_point)))
+    if zero_point:  # Round changes no integer: it keeps OpenVINO from computing x · scale - zero · scale
+        value = e.node("Round", e.node("Sub", value, e.constant(float(zero_point))))
     product = e.node("Mul", value, e.constant(scale))
     return product if dtype == torch.float32 else e.node("Cast", product, to=dtype)
 

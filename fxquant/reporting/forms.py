@@ -350,11 +350,13 @@ PROGRAMS = (".bin", ".hbm")  # files of the vendor's compiler
 
 
 @checked()
-def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | None = None) -> Report:
+def verify(first: Any, second: Any, batches: Batches, *, runtime: str | None = None, show_progress: bool | None = None) -> Report:
     """Compare two forms of a model bit for bit: prepared, integer, or the path of a saved model, an ONNX file or a BPU program.
 
-    An ONNX file is run with all optimisations, with none, with one thread and two, and by the reference
-    evaluator. Inputs may be NaN and infinite. An integer model is run with its primitives and with its kernels.
+    An ONNX file is run with all optimisations, with none, with one thread and two, and by the reference evaluator. With `runtime` it is run
+    in that alone: one of these four ("onnxruntime", "onnxruntime, 2 threads", "onnxruntime, no optimisation", "reference"), or
+    "openvino", "tvm" or "iree", extras of this package, with the settings that keep bits.
+    Inputs may be NaN and infinite. An integer model is run with its primitives and with its kernels.
     Every quantized tensor is compared, not only the outputs, byte for byte: 0.0 is not -0.0. If float
     operators lie between integer segments, each segment is fed from PyTorch and must be equal; elements that differ because of
     float operators, in later segments or in float outputs, are counted in `flips`, and `floats` holds the error of such outputs.
@@ -384,6 +386,8 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     integer = next((model for model in (first, second) if isinstance(model, fx.GraphModule) and is_deployed(model)), None)
     whole: OnnxForm | None = None
     others: Sequence[Form]
+    if not isinstance(second, str | os.PathLike) or Path(second).suffix in PROGRAMS:
+        _refuse("runtime", runtime, "only ONNX files are run in one")
     if not isinstance(second, str | os.PathLike):
         others = [exact_form(second), *recording.kernel_forms(first, second)]
     elif Path(second).suffix in PROGRAMS:
@@ -399,12 +403,14 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
         targets = (mine, opened.target) if opened.target not in (mine, "") else None
         if opened.style in STYLES and not STYLES[opened.style].exact:
             deviations = DeviationReport(targets=targets)
-            files = [OnnxForm(opened, runtime, []) for runtime in MEASURED_RUNTIMES]
+            files = [OnnxForm(opened, name, []) for name in (MEASURED_RUNTIMES if runtime is None else [runtime])]
             _complete(measure(left, files, inputs, deviations), deviations, length(all_batches, None), len(files), show_progress)
             return deviations
         report.targets, handed = targets, recording.crossings(left.model)
-        others = [*(OnnxForm(opened, runtime, handed) for runtime in RUNTIME_NAMES), *recording.kernel_forms(first)]
-        whole = OnnxForm(opened, RUNTIME_NAMES[0], []) if handed or float_outputs(left.model) else None
+        others = [OnnxForm(opened, runtime or RUNTIME_NAMES[0], handed)]
+        if runtime is None:
+            others = [*(OnnxForm(opened, name, handed) for name in RUNTIME_NAMES), *recording.kernel_forms(first)]
+        whole = OnnxForm(opened, runtime or RUNTIME_NAMES[0], []) if handed or float_outputs(left.model) else None
     _complete(compare(left, others, inputs, integer, report, whole), report, length(all_batches, None), len(others), show_progress)
     return report
 

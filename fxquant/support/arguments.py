@@ -328,7 +328,9 @@ KINDS: dict[str, Kind] = {
     "correct_bias": FLAG.or_none("biases are, by 64 samples or more"),
     "choose_ranges": FLAG.or_none("ranges are, by 64 samples or more"),
     "integer_tail": FLAG.or_none("on a chip they are"),
-    "runtime": choice("onnxruntime", "onnxruntime, 2 threads", "onnxruntime, no optimisation", "reference").or_none("onnxruntime"),
+    "runtime": choice(
+        "onnxruntime", "onnxruntime, 2 threads", "onnxruntime, no optimisation", "reference", "openvino", "tvm", "iree"
+    ).or_none("onnxruntime"),
     "sample": POSITIVE,
     "scale": NUMBER.or_none("it is observed"),
     "seed": COUNT,

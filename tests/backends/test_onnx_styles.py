@@ -229,18 +229,6 @@ def test_layouts_of_other_ranks_and_of_float_files(tmp_path: Path) -> None:
         assert (output - layer(values)).abs().max() < 1e-5  # sums of 54 products in another order
 
 
-@pytest.mark.parametrize("opset", [13, 21])
-def test_openvino_reads_qdq_and_gives_onnxruntimes_numbers(
-    both: Compiled, pictures: tuple[Tensor, Tensor], opset: int, tmp_path: Path
-) -> None:
-    openvino, integer = pytest.importorskip("openvino", reason="the package openvino is not installed"), both.integer
-    path = fxq.export_onnx(integer, tmp_path / "model.onnx", "qdq", opset=opset)
-    read = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    actual, wanted = read([value.numpy() for value in pictures])[0], run(path, *pictures)[0].numpy()
-    step = next(layer.grid.scale for layer in reversed(fxq.inspect.layers(integer)) if layer.grid)
-    assert np.abs(actual - wanted).max() <= 1.01 * step  # a float sum next to a tie may be rounded to either side
-
-
 def test_what_is_no_model_to_be_written(model: nn.Module, both: Compiled, pictures: tuple[Tensor, Tensor], tmp_path: Path) -> None:
     integer, path = both.integer, tmp_path / "model.onnx"
     for call, because in (

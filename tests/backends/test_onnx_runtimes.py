@@ -1,0 +1,72 @@
+"""Files in runtimes of other packages, with equal bits in style "exact", and the page's table of what they read."""
+
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import fxquant as fxq
+from benchmarks import runtimes
+from fxquant.backends.onnx import runtime
+from tests.shared.onnx_files import batch, known
+
+OTHERS = list(runtime.OTHER_RUNTIMES)
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_has_equal_bits_in_another_runtime(name: str, target: str, tmp_path: Path) -> None:
+    pytest.importorskip(name if name != "iree" else "iree.compiler", reason=f"the package {name} is not installed")
+    integer = known("residual", target)
+    report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx", "exact"), [batch(3), 9 * batch(1)], runtime=name)
+    assert report, str(report)
+    assert report.pairs == [f"integer = {name}"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_runtime_that_is_not_installed_is_named_with_its_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (name, "iree.runtime"):
+        monkeypatch.setitem(sys.modules, module, None)
+    path = fxq.export_onnx(known("silu"), tmp_path / "model.onnx", "exact")
+    with pytest.raises(fxq.errors.ConfigurationError, match=rf'runtime={name!r} cannot be used(.|\n)*pip install "fxquant\[{name}\]"'):
+        fxq.verify(known("silu"), path, [batch()], runtime=name)
+
+
+def test_verify_runs_one_runtime_at_the_sizes_of_each_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a runtime: onnxruntime, with the first output increased by `added`."""
+    sizes, added = [], [0.0]
+
+    def stands_in(model: onnx.ModelProto) -> runtime.Run:
+        sizes.append(model.graph.input[0].type.tensor_type.shape.dim[0].dim_value)
+        session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        return lambda feeds: [value + np.float32(added[0]) if value.dtype == np.float32 else value for value in session.run(None, feeds)]
+
+    monkeypatch.setitem(runtime.OTHER_RUNTIMES, "tvm", stands_in)
+    integer = known("silu")
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", "exact")
+    assert fxq.verify(integer, path, [batch(3), batch(2), batch(3)], runtime="tvm")
+    assert sorted(sizes) == [2, 2, 3, 3]  # the file as it is, and with its inner tensors
+    added[0] = 1.0
+    assert not fxq.verify(integer, path, [batch(3)], runtime="tvm")
+    measured = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "qdq.onnx", "qdq"), [batch(3)], runtime="tvm")
+    assert list(measured.outputs) == ["tvm"]  # type: ignore[attr-defined]
+    with pytest.raises(fxq.errors.ConfigurationError, match="only ONNX files"):
+        fxq.verify(integer, integer, [batch()], runtime="tvm")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["onnxruntime", *OTHERS])
+def test_the_page_says_what_each_runtime_makes_of_each_style(name: str) -> None:
+    """Of the versions that the page names, the rows of its table are written again."""
+    written = runtimes.PAGE.read_text(encoding="utf-8")
+    package, version = runtimes.PACKAGES[name], re.search(rf"\| {runtimes.SHOWN[name]} ([\d.post]+) \|", written)
+    pytest.importorskip(name if name != "iree" else "iree.compiler", reason=f"the package {name} is not installed")
+    if version is None or metadata.version(package) != version[1]:
+        pytest.skip(f"the page has another version of {package}")
+    for row in runtimes.table([name]):
+        assert row.line() in written
