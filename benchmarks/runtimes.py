@@ -136,14 +136,14 @@ def table(runtimes: Sequence[str]) -> Iterator[Row]:
     """Yield the rows of these runtimes."""
     torch.set_num_threads(1)
     logging.getLogger("fxquant").setLevel(logging.ERROR)
-    compiled = {name: {target: _compiled(name, target) for target in TARGETS} for name in NETWORKS}
+    models = {name: {target: compiled(name, target) for target in TARGETS} for name in NETWORKS}
     for row in (Row(runtime, style) for runtime in runtimes for style in STYLES):
-        for name, of in compiled.items():
+        for name, of in models.items():
             row.cells[name] = {target: _measured(row, *of[target]) for target in TARGETS}
         yield row
 
 
-def _compiled(name: str, target: str) -> tuple[Any, Tensor]:
+def compiled(name: str, target: str) -> tuple[Any, Tensor]:
     """Return the integer model, or None if the target has no such dtype, and a batch."""
     torch.manual_seed(0)
     network, shape = NETWORKS[name]
@@ -173,13 +173,13 @@ def _measured(row: Row, integer: Any, batch: Tensor) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runtimes", nargs="*", default=list(SHOWN), choices=list(SHOWN), metavar="RUNTIME", help="by default all")
+    parser.add_argument("runtimes", nargs="*", metavar="RUNTIME", help=f"of {', '.join(SHOWN)}; by default all")
     parser.add_argument("--write", action="store_true", help="write the table into docs/guide/onnx.md")
     options = parser.parse_args()
     lines = ["| runtime | style | " + " | ".join(NETWORKS) + " |", "|---" * (2 + len(NETWORKS)) + "|"]
     print("\n".join(lines))
     notes = [""]
-    for row in table(options.runtimes):
+    for row in table(options.runtimes or list(SHOWN)):
         lines.append(row.line())
         notes += [row.note()] if row.reasons else []
         print("\n".join([row.line(), *notes[-1:]]), flush=True)

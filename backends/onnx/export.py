@@ -20,7 +20,7 @@ from fxquant.backends.onnx.float_export import LARGEST_DEVIATION, apart, random_
 from fxquant.backends.onnx.metadata import PRECISE, with_layouts
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, Runner, open_file
-from fxquant.backends.onnx.writer import TYPES, Writer, value_info
+from fxquant.backends.onnx.writer import TYPES, Writer, has_kernels, value_info
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import BATCH_SIZES, by_name, fact, resolve
 from fxquant.ir.integer import qparams
@@ -32,7 +32,7 @@ from fxquant.prepared.sizes import unrolled, with_integer_loops
 from fxquant.prepared.stage import require_integer
 from fxquant.primitives import PRIMITIVES, Role, role_of
 from fxquant.primitives.elementwise import lookup
-from fxquant.primitives.quantization import quantize, requantize_real
+from fxquant.primitives.quantization import quantize
 from fxquant.primitives.runtime_scales import dynamic_linear
 from fxquant.support import disagreed, logger
 from fxquant.support.files import Content, write_files
@@ -43,14 +43,6 @@ from fxquant.support.files import Content, write_files
 Names = tuple[Sequence[str] | None, Sequence[str] | None]  # that the user gives to inputs and to outputs
 
 LEAST_PRODUCTS = 256  # for each element of a layer's result: what sums of bytes gain, shifts and roundings take back where there are fewer
-
-
-def has_kernels(integer: fx.GraphModule) -> bool:
-    """Return whether ONNX's integer operators, which multiply by a float32 number, can requantize as the model's arithmetic does.
-
-    If they cannot, they compute sums of products only.
-    """
-    return requantize_real in integer.meta["target"].arithmetic.primitives
 
 
 def write_fast(integer: fx.GraphModule, io: str, opset: int, names: Names, *, plain: bool = False) -> onnx.ModelProto | None:

@@ -336,6 +336,8 @@ class Runner:
         remedy = "export it again with fxq.export_onnx, and keep its .data file, if any, in the same folder"
         if self.runtime in OTHER_RUNTIMES:
             remedy = "export it with style='exact' if it has another; docs/guide/onnx.md says what which runtime reads"
+        elif "NOT_IMPLEMENTED" in reason:
+            remedy = "export it with style='exact', or install a newer onnxruntime: style 'fast' of targets that shift needs 1.24"
         return ExportError(f"{self.name} cannot be run", because=because, remedy=remedy)
 
 

@@ -24,8 +24,8 @@ from fxquant.ir import loops
 from fxquant.ir.graph import Size, TensorFact, annotation, fact, fused, resolve, sizes_of_input
 from fxquant.ir.integer import channel_exponents, qparams, zero_point
 from fxquant.numerics.grids import PLAIN_TYPES
-from fxquant.primitives import PRIMITIVES, Primitive
-from fxquant.primitives.quantization import dequantize, quantize
+from fxquant.primitives import PRIMITIVES, Primitive, Role, role_of
+from fxquant.primitives.quantization import dequantize, quantize, requantize_real
 from fxquant.version import __version__
 
 # ---- The `Emitter` that collects ONNX nodes for the forms of primitives and operators --------------------------------
@@ -60,6 +60,7 @@ class Emitter:
     def __init__(self, functions: dict[str, onnx.FunctionProto] | None, opset: int, scope: str = "", taken: Collection[str] = ()) -> None:
         self.functions = functions
         self.opset = opset
+        self.wide = torch.float64
         self.scope = scope
         self.taken = taken
         self.nodes: list[onnx.NodeProto] = []
@@ -136,7 +137,7 @@ class Emitter:
         if self.functions is None:
             return body(self, *inputs)
         inner = FunctionEmitter(self.functions, self.opset)
-        inner.dtypes = self.dtypes
+        inner.dtypes, inner.wide = self.dtypes, self.wide
         parameters = [f"input_{index}" for index in range(len(inputs))]
         inner.types.update(zip(parameters, (self.types[value] for value in inputs), strict=True))
         result = body(inner, *parameters)
@@ -191,6 +192,14 @@ def value_info(
     return helper.make_tensor_value_info(name, TYPES[dtype], dims)
 
 
+_WIDE = (Role.ALIGNMENT, Role.ADDITION, Role.MULTIPLICATION, Role.CONVOLUTION)  # whose ONNX forms have the emitter's dtype of wide sums
+
+
+def has_kernels(integer: fx.GraphModule) -> bool:
+    """Return whether a model's arithmetic requantizes by float32 numbers, as ONNX's integer operators do; else these only sum products."""
+    return "target" in integer.meta and requantize_real in integer.meta["target"].arithmetic.primitives
+
+
 class Writer:
     """Writes an integer graph in one traversal. Other styles write primitives in their own way."""
 
@@ -212,6 +221,21 @@ class Writer:
     def regions(self) -> FloatRegions:
         """Return the float regions of this file, which PyTorch's exporter writes."""
         return FloatRegions(self.integer, self.opset)
+
+    @cached_property
+    def in_int32(self) -> set[fx.Node]:
+        """Return sums and products that are int32 beyond 24 bits too, since what reads them rounds them to float32, or adds such ones."""
+        nodes = [node for node in self.integer.graph.nodes if node.op == "call_function"] if has_kernels(self.integer) else []
+        chosen = {node for node in nodes if role_of(node.target) in _WIDE and len(node.args) > 1 and fact(node).dtype == torch.int32}
+
+        def is_mixed(node: fx.Node) -> bool:
+            adds = role_of(node.target) is Role.ADDITION
+            apart = adds and any(operand.op != "get_attr" and operand not in chosen for operand in node.all_input_nodes)
+            return apart or any(user.target is not requantize_real and user not in chosen for user in node.users)
+
+        while mixed := set(filter(is_mixed, chosen)):
+            chosen -= mixed
+        return chosen
 
     def write(self, input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> onnx.ModelProto:
         placeholders = [node.name for node in self.integer.graph.nodes if node.op == "placeholder"]
@@ -304,6 +328,7 @@ class Writer:
         record = PRIMITIVES[node.target]  # type: ignore[index]
         if self.io == "integer" and self._stays_integer(node, record.kind):
             return
+        self.emitter.wide = torch.int32 if node in self.in_int32 else torch.float64
         result = self.emit(node, record)
         if result is None:
             return

@@ -210,14 +210,14 @@ def _blocks(weight: Tensor, largest: int) -> list[int] | None:
 
 
 def _onnx_sum_blocks(e: Emitter, x: str, w: str, bias: tuple[str, ...], blocks: list[int], attributes: dict[str, Any]) -> str:
-    """Emit the float64 sum of convolutions of blocks of input channels; together they cost as much as one convolution."""
+    """Emit the sum, in `e.wide`, of convolutions of blocks of input channels; together they cost as much as one convolution."""
     sizes = e.constant(blocks, torch.int64)
 
     def split_up(whole: str) -> list[str]:
         return e.results("Split", [torch.float32] * len(blocks), e.node("Cast", whole, to=torch.float32), sizes, axis=1)
 
     sums = [e.node("Conv", value, factor, **attributes) for value, factor in zip(split_up(x), split_up(w), strict=True)]
-    terms = [e.node("Cast", term, to=torch.float64) for term in sums]
+    terms = [e.node("Cast", term, to=e.wide) for term in sums]
     total = terms[0]
     for term in (*terms[1:], *bias):
         total = e.node("Add", total, term)
@@ -238,7 +238,7 @@ def _onnx_convolution_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor 
 
     values = (*attributes.values(), list(cut if blocks is None else blocks), bias is not None, str(dtype).removeprefix("torch."))
     name = "convolution_wide_" + "_".join(str(v).strip("[]").replace(", ", "x") for v in values)
-    added = [] if bias is None else [e.constant(per_channel(bias.double(), weight.dim() - 2))]
+    added = [] if bias is None else [e.constant(per_channel(bias, weight.dim() - 2), torch.float64 if blocks is None else e.wide)]
     return e.call(name, body, input, e.constant(weight), *added)
 
 
@@ -249,7 +249,7 @@ def convolution_wide(
     """Compute `convolution` where the sum can reach 2^24.
 
     The operand and the weight are cut into parts by `cut`, the fields of a `Split`. The float32 sum of each pair of parts stays below
-    2^24, and the sums are added in float64. The result is int32, or int64 for int16 weights.
+    2^24, and the sums are added in float64 (in files, in int32 where that is enough). The result is int32, or int64 for int16 weights.
     """
     window = stride, padding, dilation, groups
     total = sum_parts(input, weight, bias, Split(*cut), lambda part, factor: _convolution_real(part, factor, None, *window))

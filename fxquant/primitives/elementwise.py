@@ -63,7 +63,7 @@ def align_fixed(input: Tensor, multiplier: Tensor, right_shift: Tensor, wide: bo
 def _onnx_align_real(e: Emitter, input: str | Tensor, multiplier: Tensor, wide: bool = False) -> str:
     def body(e: Emitter, x: str, multiplier: str) -> str:
         aligned = e.node("Round", e.node("Mul", e.node("Cast", x, to=torch.float32), multiplier))
-        return e.node("Cast", aligned, to=torch.float64) if wide else aligned
+        return e.node("Cast", aligned, to=e.wide) if wide else aligned
 
     return e.call("align_real_wide" if wide else "align_real", body, named(e, input), e.constant(multiplier))
 
@@ -111,9 +111,10 @@ def add_constant(input: Tensor, constant: Tensor) -> Tensor:
 
 
 def _onnx_multiply(e: Emitter, input: str | Tensor, other: str | Tensor, wide: bool = False) -> str:
-    operands = [e.node("Cast", named(e, operand), to=_width(wide)) for operand in (input, other)]
+    width = e.wide if wide else torch.float32
+    product = e.node("Mul", *(e.node("Cast", named(e, operand), to=width) for operand in (input, other)))
     # Round is a barrier: without it the runtime may fuse a constant operand with the multiplier that follows.
-    return e.node("Round", e.node("Mul", *operands))
+    return e.node("Round", product) if width.is_floating_point else product
 
 
 def _bounds_multiply(input: Value, other: Value, wide: bool = False) -> Range:

@@ -150,6 +150,7 @@ class Emitter(Protocol):
     """The ONNX writer that a primitive's `onnx` function receives. Values are names (str); constants are torch tensors."""
 
     opset: int  # the version of the standard operators
+    wide: torch.dtype  # of products and sums beyond 24 bits: float64, or int32 where their readers cast to float32, or add
 
     def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
         """Append one standard operator with one output, and return the name of the output."""

@@ -13,7 +13,7 @@ import pytest
 import fxquant as fxq
 from benchmarks import runtimes
 from fxquant.backends.onnx import runtime
-from tests.shared.onnx_files import batch, known
+from tests.shared.onnx_files import assert_verified, batch, known
 
 OTHERS = list(runtime.OTHER_RUNTIMES)
 
@@ -57,6 +57,27 @@ def test_verify_runs_one_runtime_at_the_sizes_of_each_batch(tmp_path: Path, monk
     assert list(measured.outputs) == ["tvm"]  # type: ignore[attr-defined]
     with pytest.raises(fxq.errors.ConfigurationError, match="only ONNX files"):
         fxq.verify(integer, integer, [batch()], runtime="tvm")
+
+
+@pytest.mark.parametrize(("target", "relies"), [("nash-e", False), ("x86", False), ("bayes-e", True)])
+def test_products_of_int16_are_int32_where_a_float32_number_requantizes_them(
+    target: str, relies: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    integer, x = runtimes.compiled("LSTM", target)
+    with caplog.at_level("INFO", "fxquant"):
+        path = fxq.export_onnx(integer, tmp_path / "model.onnx", "exact", functions=relies)
+    assert fxq.export.onnx_metadata(path)["relies_on_float64"] is relies
+    assert ("which OpenVINO and IREE compute in float32" in caplog.text) is relies
+    assert max(int(value.abs().max()) for value in next(iter(fxq.inspect.record(integer, [40 * x], "accumulators"))).values()) > 2**24
+    assert_verified(integer, path, [x, 40 * x])
+
+
+def test_a_runtime_without_a_kernel_is_told_apart_from_a_damaged_file() -> None:
+    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.BFLOAT16, [1]) for name in "xy")
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Atan", ["x"], ["y"])], "none", [x], [y])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 22)], ir_version=10)
+    with pytest.raises(fxq.errors.ExportError, match=r"NOT_IMPLEMENTED(.|\n)*needs 1.24"):
+        runtime.Runner(model, runtime.RUNTIMES[0][1], 1)
 
 
 @pytest.mark.nightly
