@@ -318,7 +318,7 @@ class Style:
     # An integer model, `io`, the opset and the names of inputs and outputs -> the model in memory.
     write: Callable[[fx.GraphModule, str, int, Names], onnx.ModelProto]
     words: str  # what it is, for messages
-    opsets: range = range(17, 22)  # the opsets in which it can be written, and the default
+    opsets: range = range(17, min(onnx.defs.onnx_opset_version(), 27) + 1)  # the opsets in which it can be written, and the default
     default: int = 21
     exact: bool = True  # whether a file has the integer model's bits; `verify` measures the difference of one that has not
 

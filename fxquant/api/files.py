@@ -58,8 +58,8 @@ def export_onnx(
            differ: `verify` measures the difference. Below opset 13 weights are floats on their quantized grid, and below 21 tensors of
            int16 are rounded by Div, Round, Clip and Mul.
     io     "float": inputs and outputs are those of the float model; "integer": they are the quantized integers.
-    opset  17 to 21, by default 21; in style "qdq" 11 to 21, by default 17; for a float model 11 to 21, by default 18.
-           Float operators of PyTorch's exporters below opset 18 are compared in onnxruntime first.
+    opset  17 to 27, as far as the installed onnx has them, by default 21; in style "qdq" 11 to 21, by default 17; for a float model
+           11 to 21, by default 18. Float operators of PyTorch's exporters below opset 18 are compared in onnxruntime first.
     input_names, output_names  names in the file, by default those of the graph. An inner tensor of such a name gets another name in the
            file, which its entry in the metadata says.
     external_data  True writes tensors of a kilobyte and more to `path`.data, False never does; by default it is

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.analysis.report import FloatDifference, differing
+from fxquant.backends.onnx.export import STYLES
 from fxquant.backends.onnx.float_export import agrees, built_once, settings_of
 from fxquant.backends.onnx.runtime import OnnxModel, text
 from fxquant.backends.onnx.writer import value_info
@@ -34,8 +35,11 @@ def test_a_file_has_functions_only_where_they_are_asked_for(target: str, tmp_pat
     for style in ("exact", "fast", "qdq"):
         model = onnx.load(fxq.export_onnx(integer, tmp_path / f"{style}.onnx", style))
         assert (len(model.functions), [entry.domain for entry in model.opset_import]) == (0, [""])
-    path = exported(integer, tmp_path / "called.onnx", style="exact", functions=True)
+    newest = STYLES["exact"].opsets[-1]
+    exported(integer, tmp_path / "newest.onnx", style="exact", opset=newest)
+    path = exported(integer, tmp_path / "called.onnx", style="exact", functions=True, opset=newest)
     called = onnx.load(path)
+    assert {entry.domain: entry.version for entry in called.opset_import} == {"": newest, "fxquant": 1}
     for function in called.functions:
         assert f"function {function.name}(" in text(OnnxModel(path))
     assert (
