@@ -1,4 +1,4 @@
-"""What do other runtimes make of an exported file?   python -m benchmarks.runtimes [RUNTIME …] [--write]
+"""How do other runtimes compute an exported file?   python -m benchmarks.runtimes [RUNTIME …] [--write]
 
 One row for each runtime and style, one column for each network, which is compiled for the targets of TARGETS. `verify` runs the file on one
 batch, and compares the integers of every quantized tensor and the outputs with the integer model's:
@@ -34,16 +34,11 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "onnx.md"
 TARGETS, STYLES = ("bayes-e", "nash-e", "x86"), ("exact", "fast", "qdq")
 SHOWN = {"onnxruntime": "onnxruntime", "openvino": "OpenVINO", "tvm": "TVM", "iree": "IREE"}
 PACKAGES = {"onnxruntime": "onnxruntime", "openvino": "openvino", "tvm": "apache-tvm", "iree": "iree-base-compiler"}
-REASONS = {  # why a file is refused, by what the message holds
-    r"QLinearConv": "QLinearConv with a scale for each channel, or at all",
-    r"ConvInteger": "ConvInteger",
-    r"QLinearMatMul": "QLinearMatMul",
-    r"Loop": "Loop",
-}
+REFUSED = r"QLinear\w+|\w+Integer|Loop"  # operators that a message may name
 
 
 class Residual(nn.Module):
-    """Convolutions, one of them of each channel, a hard swish, a residual, a pool and a mean, with batch norms and a layer of rows."""
+    """Convolutions, also of single channels, a hard swish, a residual, a pool and a mean, with batch norms and a layer of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,17 +64,6 @@ class Attention(nn.Module):
         return F.gelu(self.out(weighed.transpose(1, 2).flatten(2)) + x)
 
 
-class Recurrent(nn.Module):
-    """An LSTM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(8, 16, batch_first=True)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.lstm(x)[0]
-
-
 class Upsampling(nn.Module):
     """A mean of windows, a transposed convolution, a resize, a gate and a difference."""
 
@@ -93,23 +77,18 @@ class Upsampling(nn.Module):
         return torch.clamp(self.last(y * torch.sigmoid(y.mean((2, 3), keepdim=True))) - x, -1, 1)
 
 
-def wide() -> nn.Module:
-    """Return convolutions whose sums, of int16, have more than 24 bits."""
-    return nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1), nn.ReLU())
-
-
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "residual": (Residual, (4, 3, 32, 32)),
     "attention": (Attention, (4, 12, 16)),
-    "LSTM": (Recurrent, (4, 6, 8)),
+    "LSTM": (lambda: nn.LSTM(8, 16, batch_first=True), (4, 6, 8)),
     "upsampling": (Upsampling, (4, 3, 16, 16)),
-    "int16": (wide, (4, 8, 12, 12)),
+    "int16": (lambda: nn.Sequential(nn.Conv2d(8, 16, 3, 1, 1), nn.ReLU(), nn.Conv2d(16, 8, 3, 1, 1), nn.ReLU()), (4, 8, 12, 12)),
 }
 
 
 @dataclass
 class Row:
-    """What a runtime makes of the files of one style: `cells` has the result of each target, by the network."""
+    """The results of a runtime and a style: `cells` has that of each target, by the network, and `reasons` why files are refused."""
 
     runtime: str
     style: str
@@ -120,16 +99,13 @@ class Row:
         version = metadata.version(PACKAGES[self.runtime])
         return f"| {SHOWN[self.runtime]} {version} | `{self.style}` | " + " | ".join(map(_joined, self.cells.values())) + " |"
 
-    def note(self) -> str:
-        return f"- {SHOWN[self.runtime]} refuses `{self.style}` files for: {'; '.join(self.reasons)}."
-
 
 def _joined(results: dict[str, str]) -> str:
-    """Return the result of all targets, or those of each."""
+    """Return the result of all targets if it is one, or each result after its targets."""
     targets: dict[str, list[str]] = {}
     for target, result in results.items():
         targets.setdefault(result, []).append(target)
-    return next(iter(targets)) if len(targets) == 1 else "; ".join(f"{', '.join(those)}: {result}" for result, those in targets.items())
+    return next(iter(targets)) if len(targets) == 1 else "; ".join(f"{', '.join(named)}: {result}" for result, named in targets.items())
 
 
 def table(runtimes: Sequence[str]) -> Iterator[Row]:
@@ -162,8 +138,8 @@ def _measured(row: Row, integer: Any, batch: Tensor) -> str:
         try:
             report: Any = fxq.verify(integer, path, [batch], runtime=row.runtime, show_progress=False)
         except fxq.errors.ExportError as error:
-            message = f"{error.because} {error.__cause__}"
-            row.reasons[next((why for said, why in REASONS.items() if re.search(said, message)), str(error.because)[:160])] = None
+            named = re.search(REFUSED, f"{error.because} {error.__cause__}")
+            row.reasons[named[0] if named else str(error.because)[:160]] = None
             return "refused"
     if isinstance(report, fxq.results.DeviationReport):
         steps = max(round(output.largest) for outputs in report.outputs.values() for output in outputs)
@@ -181,7 +157,7 @@ def main() -> None:
     notes = [""]
     for row in table(options.runtimes or list(SHOWN)):
         lines.append(row.line())
-        notes += [row.note()] if row.reasons else []
+        notes += [f"- {SHOWN[row.runtime]} refuses `{row.style}` files for: {'; '.join(row.reasons)}."] if row.reasons else []
         print("\n".join([row.line(), *notes[-1:]]), flush=True)
     if options.write:
         before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)

@@ -32,7 +32,7 @@ RUNTIMES = (
 )
 RUNTIME_NAMES = tuple(name for name, _, _ in RUNTIMES)
 MEASURED_RUNTIMES = ("onnxruntime", "onnxruntime, no optimisation")  # for measuring a file that is not exact by design
-Run = Callable[[dict[str, np.ndarray[Any, Any]]], Sequence[Any]]  # inputs by name to outputs, in order
+Run = Callable[[dict[str, np.ndarray[Any, Any]]], Any]  # inputs by name to a list of outputs, in order
 DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -103,7 +103,7 @@ def _of_fixed_sizes(name: str, model: onnx.ModelProto) -> Run:
     """Return a run of a model in one of these runtimes, which is compiled for each sizes of its inputs; ConfigurationError without it."""
     compiled: dict[tuple[tuple[int, ...], ...], Run] = {}
 
-    def run(feeds: dict[str, np.ndarray[Any, Any]]) -> Sequence[Any]:
+    def run(feeds: dict[str, np.ndarray[Any, Any]]) -> Any:
         shapes = tuple(value.shape for value in feeds.values())
         if shapes not in compiled:
             sized = onnx.ModelProto()

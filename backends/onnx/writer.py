@@ -196,7 +196,7 @@ _WIDE = (Role.ALIGNMENT, Role.ADDITION, Role.MULTIPLICATION, Role.CONVOLUTION)  
 
 
 def has_kernels(integer: fx.GraphModule) -> bool:
-    """Return whether a model's arithmetic requantizes by float32 numbers, as ONNX's integer operators do; else these only sum products."""
+    """Return whether a model's arithmetic requantizes by float32 numbers, as ONNX's integer operators do, which else sum products alone."""
     return "target" in integer.meta and requantize_real in integer.meta["target"].arithmetic.primitives
 
 

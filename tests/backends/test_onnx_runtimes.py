@@ -1,4 +1,4 @@
-"""Files in runtimes of other packages, with equal bits in style "exact", and the page's table of what they read."""
+"""Files in runtimes of other packages, with equal bits in style "exact", and the page's table of what these runtimes read."""
 
 import re
 import sys
@@ -53,8 +53,6 @@ def test_verify_runs_one_runtime_at_the_sizes_of_each_batch(tmp_path: Path, monk
     assert sorted(sizes) == [2, 2, 3, 3]  # the file as it is, and with its inner tensors
     added[0] = 1.0
     assert not fxq.verify(integer, path, [batch(3)], runtime="tvm")
-    measured = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "qdq.onnx", "qdq"), [batch(3)], runtime="tvm")
-    assert list(measured.outputs) == ["tvm"]  # type: ignore[attr-defined]
     with pytest.raises(fxq.errors.ConfigurationError, match="only ONNX files"):
         fxq.verify(integer, integer, [batch()], runtime="tvm")
 

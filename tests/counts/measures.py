@@ -290,7 +290,7 @@ def onnx_files(network: str, target: str) -> dict[str, Count]:
     """Count the nodes of the file in style "exact", and what onnxruntime makes of that in style "fast"."""
     integer = compiled(network, target).integer
     with tempfile.TemporaryDirectory() as folder:
-        exact = _nodes(onnx.load(fxq.export_onnx(integer, Path(folder) / "exact.onnx")))
+        exact = _nodes(onnx.load(fxq.export_onnx(integer, Path(folder) / "exact.onnx", "exact", functions=True)))
         path = fxq.export_onnx(integer, Path(folder) / "fast.onnx", style="fast")
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
