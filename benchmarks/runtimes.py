@@ -34,7 +34,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "onnx.md"
 TARGETS, STYLES = ("bayes-e", "nash-e", "x86"), ("exact", "fast", "qdq")
 SHOWN = {"onnxruntime": "onnxruntime", "openvino": "OpenVINO", "tvm": "TVM", "iree": "IREE"}
 PACKAGES = {"onnxruntime": "onnxruntime", "openvino": "openvino", "tvm": "apache-tvm", "iree": "iree-base-compiler"}
-REFUSED = r"QLinear\w+|\w+Integer|Loop"  # operators that a message may name
+REFUSED = r"QLinear\w+|\w+Integer|Loop|(?<=\"onnx\.)\w+"  # operators that a message may name
 
 
 class Residual(nn.Module):
@@ -158,7 +158,8 @@ def main() -> None:
     for row in table(options.runtimes or list(SHOWN)):
         lines.append(row.line())
         notes += [f"- {SHOWN[row.runtime]} refuses `{row.style}` files for: {'; '.join(row.reasons)}."] if row.reasons else []
-        print("\n".join([row.line(), *notes[-1:]]), flush=True)
+        print(row.line(), flush=True)
+    print("\n".join(notes))
     if options.write:
         before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
         PAGE.write_text(before + BEGIN + "\n".join([*lines, *notes]) + "\n" + END + rest.split(END)[1], encoding="utf-8")
