@@ -268,7 +268,7 @@ def _lower_node(gm: fx.GraphModule, node: fx.Node, writing: Writing, environment
 
 
 @torch.no_grad()
-def loop_alone(gm: fx.GraphModule, start: fx.Node) -> fx.GraphModule:
+def loop_alone(gm: fx.GraphModule, start: fx.Node, shapes: Shapes) -> fx.GraphModule:
     """Return an integer model of a prepared model's loop alone, which takes the integers that the loop reads, and the number of steps.
 
     It returns what all steps carried at each position, stored integers of shape (steps, …).
@@ -277,7 +277,7 @@ def loop_alone(gm: fx.GraphModule, start: fx.Node) -> fx.GraphModule:
     model = Model(torch.nn.Module(), fx.Graph())
     model.meta["target"] = gm.meta["target"]
     environment, results = Environment(graph), dict[fx.Node, Quantized]()
-    writing = Writing(model, graph, gm.meta["target"].arithmetic, CONTAINER)
+    writing = Writing(model, graph, gm.meta["target"].arithmetic, CONTAINER, shapes)
     for read in outside:
         grid = quantized_operator(gm, read).output.grid  # type: ignore[union-attr]
         environment[read] = graph.placeholder(read.name)

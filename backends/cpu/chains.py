@@ -215,8 +215,8 @@ def _range(site: Site, value: Any) -> tuple[int, int] | None:
     """Return the smallest and the largest integer of an operand; None for one of floats."""
     if isinstance(value, Tensor):
         return None if value.is_floating_point() else (int(value.min()), int(value.max()))
-    dtype, proved = fact(value).dtype, site.forms.ranges.get(value)  # nothing is proved of the model's inputs
-    if dtype.itemsize > 2 and proved is not None:
+    dtype = fact(value).dtype
+    if dtype.itemsize > 2 and (proved := site.forms.ranges.get(value)) is not None:  # nothing is proved of the model's inputs
         return int(proved.low.min()), int(proved.high.max())
     return (0, 1) if dtype == torch.bool else None if dtype.is_floating_point else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 

@@ -15,23 +15,27 @@ from fxquant.ir.integer import zero_point
 from fxquant.kernels.admission import prove
 from fxquant.kernels.kernel import Bound, Disagrees, Match, NotApplicable, Site
 from fxquant.kernels.patterns import forms_of, repeated
-from fxquant.prepared.operators import QuantizedOperator, take_integers
+from fxquant.prepared import through_time as through_time  # which runs loops with gradients by what is offered here
+from fxquant.prepared.operators import QuantizedOperator, followed_by, take_integers
 from fxquant.primitives import loop
+from fxquant.primitives.proof import Shapes
 from fxquant.quantization.spec import State
 from fxquant.support import disagreed
 
 SHORTEST = 16  # steps; the program of fewer takes as long to build as they take
+SHORTEST_TRAINED = 4  # with gradients, whose steps take longer
 _Program = tuple[Bound, Match]  # what runs, and where it is in the graph of the loop alone
+_SHAPES: weakref.WeakKeyDictionary[Any, Shapes] = weakref.WeakKeyDictionary()
 _BUILT: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, _Program | None]]] = weakref.WeakKeyDictionary()
 
 
-def at_once(model: Any, name: str, frame: loops.Frame, values: dict[str, Any]) -> None:
+def at_once(model: Any, start: fx.Node, frame: loops.Frame, values: dict[str, Any]) -> None:
     """Run the loop that a node begins, where it computes integers and nothing looks at its steps; leave it as it is elsewhere."""
-    if torch.is_grad_enabled() or frame.count < SHORTEST or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    shortest = SHORTEST_TRAINED if frame.again else SHORTEST
+    if torch.is_grad_enabled() or frame.count < shortest or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return
     if not all(type(value) is Tensor and value.device.type == "cpu" and value.numel() for value in values.values()):
         return
-    start = next(node for node in model.graph.find_nodes(op="call_function", target=loops.begin) if node.name == name)
     nodes = loops.body(start)
     operators = {node.name: resolve(model, str(node.target)) for node in nodes if node.op == "call_module"}
     if not all(isinstance(each, QuantizedOperator) and _validates(each) for each in operators.values()):
@@ -42,24 +46,26 @@ def at_once(model: Any, name: str, frame: loops.Frame, values: dict[str, Any]) -
     held += [each for node in reads if is_parameter(node) and isinstance(each := parameter_value(model, node), Tensor)]
     if any(each.is_inference() for each in held):
         return
-    key = tuple((each.data_ptr(), each._version) for each in held)
+    key = (frame.again, *((each.data_ptr(), each._version) for each in held))
     programs = _BUILT.setdefault(model, {})
-    if name not in programs or programs[name][0] != key:
-        programs[name] = key, _built(model, start)
-    program = programs[name][1]
+    if start.name not in programs or programs[start.name][0] != key:
+        programs[start.name] = key, _built(model, start, proves=not frame.again)
+    program = programs[start.name][1]
     if program is not None:
         _run(program, frame, {each: (value, sources[each].output) for each, value in values.items()})
 
 
 def _validates(operator: QuantizedOperator) -> bool:
-    """Return whether an operator computes integers now, without statistics that move and without hooks."""
+    """Return whether an operator computes integers now, without noise, hooks, and scales that follow its values."""
     hooked = operator._forward_hooks or operator._forward_pre_hooks
-    return (operator.state is State.VALIDATE or (operator.state is State.TRAIN and not operator.training)) and not hooked
+    noisy = operator.is_training and operator.noise[0] is not None
+    follows = any(each.moves for each in followed_by(operator))
+    return operator.state in (State.VALIDATE, State.TRAIN) and not (hooked or noisy or follows)
 
 
-def _built(model: fx.GraphModule, start: fx.Node) -> _Program | None:
-    """Return the program of a loop, proved on three steps; None where there is none."""
-    alone = loops.ALONE[0](model, start)
+def _built(model: fx.GraphModule, start: fx.Node, *, proves: bool) -> _Program | None:
+    """Return the program of a loop, proved on three steps if `proves`; None where there is none."""
+    alone = loops.ALONE[0](model, start, _SHAPES.setdefault(model, Shapes()))
     root = alone.graph.find_nodes(op="call_function", target=loop.stack)[0]
     match = repeated(root)
     if not isinstance(match, Match):
@@ -72,7 +78,8 @@ def _built(model: fx.GraphModule, start: fx.Node) -> _Program | None:
     site = Site(alone, match, sizes, forms_of(alone))
     try:
         built = chains.program.build(site)
-        prove(site, chains.program, built)
+        if proves:
+            prove(site, chains.program, built)
     except NotApplicable:
         return None
     except Disagrees as error:

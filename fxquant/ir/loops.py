@@ -27,6 +27,7 @@ class Frame:
     def __init__(self, count: int) -> None:
         self.count, self.step = count, 1
         self.carried: dict[int, list[Tensor]] = {}
+        self.again = False  # whether the caller computes all steps again, and compares the results
 
     def more(self) -> bool:
         """Return whether another step is to run."""
@@ -44,8 +45,9 @@ ALONE: list[Callable[..., Any]] = []  # what returns the integer model of such a
 
 def at_once(model: Any, name: str, frame: Frame, values: dict[str, Any]) -> None:
     """Run all steps of the loop `name` by a function of `AT_ONCE`, given the tensors that the loop reads, if one accepts it."""
+    start = next(node for node in model.graph.find_nodes(op="call_function", target=begin) if node.name == name)
     for run in AT_ONCE:
-        run(model, name, frame, values)
+        run(model, start, frame, values)
 
 
 @fx.node.has_side_effect

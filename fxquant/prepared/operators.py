@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxquant.errors import CalibrationError
+from fxquant.ir import loops
 from fxquant.ir.functional import stopped
 from fxquant.ir.graph import batch_norm_path, is_parameter, module_path, noise, parameter_value
 from fxquant.ir.model import no_program_of_prepared
@@ -228,6 +229,7 @@ def _leave_to_eager() -> None:
     operator reads its scales. This is not called when the module is imported, since importing PyTorch's compiler takes seconds.
     """
     QuantizedOperator.forward = torch.compiler.disable(QuantizedOperator.forward)  # type: ignore[method-assign, no-untyped-call]
+    loops.at_once = torch.compiler.disable(loops.at_once)  # type: ignore[no-untyped-call]
 
 
 def _carrying(result: Quantized, whole: bool) -> Tensor:
@@ -238,6 +240,11 @@ def _carrying(result: Quantized, whole: bool) -> Tensor:
     if whole and not real.is_inference() and fused_layers.admitted(real, result.value):
         _CARRIED[real] = (result.value, result.grid, real._version)
     return real
+
+
+def carrying(integers: Tensor, grid: Grid) -> Tensor:
+    """Return the float tensor of centred integers on a grid, with the integers for operators that read it on the same grid."""
+    return _carrying(Quantized(integers, grid, tuple(integers.shape)), True)
 
 
 def take_integers(value: Tensor, quantizer: Quantizer) -> Quantized:
@@ -306,6 +313,12 @@ def link(prepared: nn.Module, graph: fx.Graph) -> None:
                     read.setdefault(quantizer, []).append(function)
     for quantizer, functions in read.items():
         quantizer.read = () if quantizer.is_output or None in functions else tuple(functions)
+
+
+def followed_by(operator: QuantizedOperator) -> list[Quantizer]:
+    """Return the quantizers of an operator's result and sums, whose scales may follow its values in TRAIN; none where it does not train."""
+    every = (operator._shared[0] if operator.owns_output else None, operator.intermediate)
+    return [each for each in every if each is not None] if operator.is_training else []
 
 
 def operand_quantizers(operator: QuantizedOperator) -> Iterator[Quantizer]:

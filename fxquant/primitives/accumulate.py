@@ -7,7 +7,9 @@ convolutions of parts of the operand's and the weight's bits, each below 2^24.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -275,9 +277,24 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return stored(_linear_real(input.float(), weight.float(), bias), input, torch.int32)
 
 
+_TAKES: ContextVar[Callable[[Tensor, Tensor, Tensor], Tensor] | None] = ContextVar("takes", default=None)
+
+
+@contextmanager
+def products_given(to: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Inside, give every `linear` with gradients to a function (operand, weight, sums), and take the tensor that it returns as the sums."""
+    token = _TAKES.set(to)
+    try:
+        yield
+    finally:
+        _TAKES.reset(token)
+
+
 def _linear_real(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with full_precision(input):
-        return F.linear(input, weight, None if bias is None else bias.float())
+        sums = F.linear(input, weight, None if bias is None else bias.float())
+    take = _TAKES.get() if sums.requires_grad else None
+    return sums if take is None else take(input, weight, sums)
 
 
 def onnx_double(e: Emitter, value: str) -> str:

@@ -148,6 +148,16 @@ class Quantizer(TrainableScale):
         return self.observer is not None and not self.frozen and (self.mode != FROZEN or self._starts_anew)
 
     @property
+    def moves(self) -> bool:
+        """Whether a batch in state TRAIN moves the scale by its values: a learned scale is moved by its gradient alone."""
+        return self.follows_training and (self.mode == STATISTICS or self.at_first)
+
+    @property
+    def at_first(self) -> bool:
+        """Whether TRAIN has no scale to start from, so that the next batch sets it."""
+        return not self.calibrated or self._starts_anew
+
+    @property
     def pending(self) -> bool:
         """Whether something was observed that is not in the scale yet."""
         return self.range is not None and bool(self.range.count != self.batches_used)
