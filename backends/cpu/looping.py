@@ -38,7 +38,7 @@ def at_once(model: Any, start: fx.Node, frame: loops.Frame, values: dict[str, An
         return
     nodes = loops.body(start)
     operators = {node.name: resolve(model, str(node.target)) for node in nodes if node.op == "call_module"}
-    if not all(isinstance(each, QuantizedOperator) and _validates(each) for each in operators.values()):
+    if not all(isinstance(each, QuantizedOperator) and _validates(each, frame) for each in operators.values()):
         return
     reads = loops.reads(start)
     sources = {each.name: resolve(model, str(each.target)) for each in reads if each.name in values}
@@ -55,11 +55,11 @@ def at_once(model: Any, start: fx.Node, frame: loops.Frame, values: dict[str, An
         _run(program, frame, {each: (value, sources[each].output) for each, value in values.items()})
 
 
-def _validates(operator: QuantizedOperator) -> bool:
-    """Return whether an operator computes integers now, without noise, hooks, and scales that follow its values."""
+def _validates(operator: QuantizedOperator, frame: loops.Frame) -> bool:
+    """Return whether an operator computes integers now, without noise, hooks, and scales that follow this run of a loop."""
     hooked = operator._forward_hooks or operator._forward_pre_hooks
     noisy = operator.is_training and operator.noise[0] is not None
-    follows = any(each.moves for each in followed_by(operator))
+    follows = not frame.again and any(each.moves for each in followed_by(operator))
     return operator.state in (State.VALIDATE, State.TRAIN) and not (hooked or noisy or follows)
 
 
@@ -104,7 +104,7 @@ def _run(program: _Program, frame: loops.Frame, values: dict[str, tuple[Tensor, 
     for stack, output in zip((match.root, *match.results), outputs, strict=True):
         steps = (output[1:].to(torch.float32) - zero_point(stack)).unbind(0)
         frame.carried[stack.args[2]] = list(steps)  # type: ignore[index]
-    frame.step = frame.count
+    frame.advance(frame.count - frame.step)
 
 
 loops.AT_ONCE.append(at_once)

@@ -27,11 +27,18 @@ class Frame:
     def __init__(self, count: int) -> None:
         self.count, self.step = count, 1
         self.carried: dict[int, list[Tensor]] = {}
-        self.again = False  # whether the caller computes all steps again, and compares the results
+        self.ended: Callable[[], None] | None = None  # called after the last step
+        self.again = False  # whether the caller computes all steps again: compares the results, and lets scales follow the values
 
     def more(self) -> bool:
         """Return whether another step is to run."""
         return self.step < self.count
+
+    def advance(self, steps: int = 1) -> None:
+        """Count steps that have run."""
+        self.step += steps
+        if self.ended is not None and not self.more():
+            self.ended()
 
 
 def begin(count: int) -> Frame:
@@ -53,7 +60,7 @@ def at_once(model: Any, name: str, frame: Frame, values: dict[str, Any]) -> None
 @fx.node.has_side_effect
 def end(frame: Frame) -> None:
     """Advance the frame of a loop by one step."""
-    frame.step += 1
+    frame.advance()
 
 
 def body(start: fx.Node) -> list[fx.Node]:

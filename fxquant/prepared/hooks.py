@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError
+from fxquant.ir import loops
 from fxquant.ir.carried import calling_line
-from fxquant.ir.graph import computed, fact, made_by, module_path, noise, origins, passed_on, resolve
+from fxquant.ir.graph import computed, fact, is_parameter, made_by, module_path, noise, origins, passed_on, resolve
 from fxquant.ir.integer import Reference
-from fxquant.ir.loops import running
 from fxquant.ir.model import CALLS, CARRIED, HOOKS
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.operators import QuantizedOperator
@@ -266,7 +266,7 @@ class _Run:
         starts = [(ready(call.read), call, module) for call, module in self.hooked if module._forward_pre_hooks]
         starts.sort(key=lambda start: start[1].entry)
         rest = iter(inputs)
-        for node in running(self.model.graph.nodes, self._value):
+        for node in loops.running(self.model.graph.nodes, self._value):
             index = position[node.name]
             if node.op == "output":
                 return fx.map_arg(node.args[0], self._value)
@@ -274,6 +274,9 @@ class _Run:
                 self.values[node.name] = named[str(node.target)] if node.target in named else next(rest, *node.args)
             elif node.op != "get_attr":
                 self.values[node.name] = computed(self.model, node, self._value)
+            if node.target is loops.begin:
+                reads = [each for each in loops.reads(node) if not is_parameter(each)]
+                loops.at_once(self.model, node.name, self.values[node.name], {each.name: self._value(each) for each in reads})
             for when, call, module in ends:
                 if when == index:
                     self._end(call, module)

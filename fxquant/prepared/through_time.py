@@ -12,7 +12,7 @@ whatever the loop reads, again together. It also finds those that the steps have
 
 Gradients equal those of the steps up to the order in which floats are summed. The steps run one by one where no backend computes them, and
 where something could see one: hooks, anomaly detection, hooks on saved tensors (checkpoints), forward-mode derivatives, transforms of
-torch.func; and where a scale follows statistics. They run again for second derivatives.
+torch.func. They run again for second derivatives. Scales that follow statistics take all steps as one batch, after the last one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from fxquant.ir import loops
 from fxquant.ir.graph import computed, resolve
 from fxquant.ops.recurrent.recurrence import loop_item, loop_state
-from fxquant.prepared.operators import QuantizedOperator, carrying, take_integers
+from fxquant.prepared.operators import QuantizedOperator, carrying, followed_by, take_integers
 from fxquant.primitives.accumulate import products_given
 from fxquant.support import disagreed, disagreements
 
@@ -57,6 +57,8 @@ class Body:
         self.model, self.start, self.sources = model, start, sources
         self.nodes, self.steps = [node for node in loops.body(start) if node.target is not loops.end], len(carried[0])
         self.operators = {node: resolve(model, str(node.target)) for node in self.nodes if node.op == "call_module"}
+        every = (each for operator in self.operators.values() for each in followed_by(operator) if each.waiting is not None)
+        self.scales = {each: {name: value.clone() for name, value in each._buffers.items() if value is not None} for each in every}
         places = {node: place for place, node in enumerate(sources)}
         marks: list[Any] = [node for node, each in self.operators.items() if each.operator.function in (loop_item, loop_state)]
         (item,) = (node for node in marks if self.operators[node].operator.function is loop_item)
@@ -159,14 +161,23 @@ class Body:
         return [*map(of_values.get, range(len(self.sources))), *of_others[len(to) :]]
 
     def again(self, values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return what `back` does by the steps one by one; with gradients of their own if recorded."""
-        frame, closed = loops.Frame(self.steps + 1), [True]
-        with torch.enable_grad():
-            values = [_Given.apply(each, closed) for each in values]  # type: ignore[no-untyped-call]
-            while frame.more():
-                self._call(values, frame)
-                loops.end(frame)
-            results = [torch.stack(frame.carried[index]) for index in self.first]
+        """Return what `back` does by the steps one by one, with the scales of the first run; with gradients of their own if recorded."""
+        moved, closed = {each: each._buffers.copy() for each in self.scales}, [True]
+        try:
+            for each, scales in self.scales.items():
+                each._buffers.update(scales)
+                each.waiting = []
+            frame = loops.Frame(self.steps + 1)
+            with torch.enable_grad():
+                values = [_Given.apply(each, closed) for each in values]  # type: ignore[no-untyped-call]
+                while frame.more():
+                    self._call(values, frame)
+                    frame.advance()
+                results = [torch.stack(frame.carried[index]) for index in self.first]
+        finally:
+            for each, buffers in moved.items():
+                each._buffers.update(buffers)
+                each.waiting = None
         pairs = [(result, each) for result, each in zip(results, gradients, strict=True) if each is not None]
         inputs = [*values, *self.parameters]
         ends, of_ends = zip(*pairs, strict=True)
@@ -209,6 +220,22 @@ class _Trained(torch.autograd.Function):
         return None, *body.again(tensors[: len(body.sources)], gradients)
 
 
+def wait(model: Any, start: fx.Node, frame: loops.Frame, _: Any) -> None:
+    """Let scales that follow the values of a loop wait for its last step, and then follow the values of all steps as one batch."""
+    nodes = loops.body(start) if frame.more() and not frame.again else []
+    operators = [resolve(model, str(node.target)) for node in nodes if node.op == "call_module"]
+    every = dict.fromkeys(each for operator in operators if isinstance(operator, QuantizedOperator) for each in followed_by(operator))
+    following = [each for each in every if each.moves and not each.at_first]
+    for each in following:
+        each.waiting = []
+
+    def follow() -> None:
+        for each in following:
+            each.follow_all()
+
+    frame.ended = torch.compiler.disable(follow) if following else None  # type: ignore[no-untyped-call]
+
+
 def at_once(model: Any, start: fx.Node, frame: loops.Frame, values: dict[str, Any]) -> None:
     """Run the loop that a node begins, with gradients, where a backend computes what its steps carry; leave it as it is elsewhere."""
     if not torch.is_grad_enabled() or not frame.more() or _is_watched():
@@ -222,6 +249,8 @@ def at_once(model: Any, start: fx.Node, frame: loops.Frame, values: dict[str, An
     operators = [resolve(model, str(node.target)) for node in loops.body(start) if node.op == "call_module"]
     if inner.more() or any(each.detached or each._backward_hooks or each._backward_pre_hooks for each in operators):
         return
+    if any(each.at_first for operator in operators for each in followed_by(operator)):
+        return
     reads = loops.reads(start)
     sources = {node: resolve(model, str(node.target)) for node in reads if node.name in values}
     if not all(node in sources or node.op == "get_attr" for node in reads):
@@ -233,7 +262,7 @@ def at_once(model: Any, start: fx.Node, frame: loops.Frame, values: dict[str, An
         return disagreed(model, IMPLEMENTATION, [f"%{start.name}"], str(error), "its steps run one by one")
     stacks = _Trained.apply(body, *integers, *body.parameters)  # type: ignore[no-untyped-call]
     frame.carried = {index: list(stack.unbind(0)) for index, stack in zip(body.first, stacks, strict=True)}
-    frame.step = frame.count
+    frame.advance(frame.count - frame.step)
 
 
 def _is_watched() -> bool:
@@ -247,4 +276,4 @@ def _is_watched() -> bool:
     )
 
 
-loops.AT_ONCE.append(at_once)
+loops.AT_ONCE += [wait, at_once]

@@ -58,6 +58,7 @@ class Quantizer(TrainableScale):
         self.range = None if observer is None else observer.range_observer()
         self.others = nn.ModuleDict({} if observer is None else beside(observer))
         self.paused = False  # whether batches pass by unobserved
+        self.waiting: list[Tensor] | None = None  # the parts of a batch, such as steps of a loop, until `follow_all`; None elsewhere
         self.chosen_by = Method.ERROR  # how the range is chosen from what was observed
         self.unseen = False  # whether it follows its batches, being too small for a sum that reads it
         self._was_zero, self._many = Remembered(False), Remembered((False, False))
@@ -156,6 +157,12 @@ class Quantizer(TrainableScale):
     def at_first(self) -> bool:
         """Whether TRAIN has no scale to start from, so that the next batch sets it."""
         return not self.calibrated or self._starts_anew
+
+    def follow_all(self) -> None:
+        """Take in the parts that `follow` has kept in `waiting`, as one batch."""
+        parts, self.waiting = self.waiting, None
+        if parts:
+            self.follow(torch.cat(parts))
 
     @property
     def pending(self) -> bool:
@@ -261,7 +268,9 @@ class Quantizer(TrainableScale):
         """
         if self.range is None or not self.follows_training:
             return
-        if not self.calibrated:
+        if self.waiting is not None:
+            self.waiting.append(torch.stack(torch.aminmax(value)) if self.can_follow_ends else value.detach().flatten())
+        elif not self.calibrated:
             self.observe(value)
             self.update_scale()
         elif self._starts_anew:

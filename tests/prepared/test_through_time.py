@@ -39,7 +39,7 @@ def assert_equals_its_steps(prepared: Any, patch: pytest.MonkeyPatch, calls: int
     are in another order. Values saturate.
     """
     integer, results = QuantizedOperator._integer, list[tuple[int, list[Tensor], Any]]()
-    for model, at_once in ((copy.deepcopy(prepared), []), (prepared, loops.AT_ONCE)):
+    for model, at_once in ((copy.deepcopy(prepared), [through_time.wait]), (prepared, loops.AT_ONCE)):
         counts, x = dict[str, int](), (2 * sequences(3, STEPS)).requires_grad_()
 
         def counted(self: QuantizedOperator, *args: Any, counts: dict[str, int] = counts) -> Tensor:
@@ -63,10 +63,10 @@ def assert_equals_its_steps(prepared: Any, patch: pytest.MonkeyPatch, calls: int
         assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
-@pytest.mark.parametrize("training", ["learned", "frozen"])
+@pytest.mark.parametrize("training", ["statistics", "learned", "frozen"])
 def test_all_steps_at_once(name: str, target: str, training: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_equals_its_steps(in_training(name, target, training), monkeypatch, calls=1)
 
@@ -82,7 +82,7 @@ def test_steps_run_one_by_one_where_something_could_see_one(watch: str, monkeypa
 
 
 def test_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_equals_its_steps(in_training("lstm", "bayes-e", "learned"), monkeypatch, calls=1, second=True)
+    assert_equals_its_steps(in_training("lstm", "bayes-e", "statistics"), monkeypatch, calls=1, second=True)
 
 
 @pytest.mark.disagrees
