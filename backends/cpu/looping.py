@@ -36,12 +36,15 @@ def at_once(model: Any, start: fx.Node, frame: loops.Frame, values: dict[str, An
         return
     if not all(type(value) is Tensor and value.device.type == "cpu" and value.numel() for value in values.values()):
         return
-    nodes = loops.body(start)
+    reads, nodes = loops.reads(start), [node for node in loops.body(start) if node.target is not loops.end]
+    if not all(node.op == "call_module" or is_parameter(node) for node in (*reads, *nodes)):  # floats, as around a dynamic layer
+        return
     operators = {node.name: resolve(model, str(node.target)) for node in nodes if node.op == "call_module"}
     if not all(isinstance(each, QuantizedOperator) and _validates(each, frame) for each in operators.values()):
         return
-    reads = loops.reads(start)
     sources = {each.name: resolve(model, str(each.target)) for each in reads if each.name in values}
+    if not all(isinstance(each, QuantizedOperator) and not each.plain for each in sources.values()):
+        return
     held = [each for module in (*operators.values(), *sources.values()) for each in (*module.parameters(), *module.buffers())]
     held += [each for node in reads if is_parameter(node) and isinstance(each := parameter_value(model, node), Tensor)]
     if any(each.is_inference() for each in held):

@@ -195,7 +195,11 @@ def test_a_loop_trains(target: str) -> None:
 
 def test_a_loop_quantized_at_run_time_is_written_out_in_files(tmp_path: Path) -> None:
     options = fxq.Options(dynamic_shapes=STEPS)
-    integer = fxq.convert(fxq.prepare(network("gru"), sequences(4, 5), "x86", fxq.QConfig(dynamic=True), options=options))
+    prepared = fxq.prepare(network("gru"), sequences(4, 5), "x86", fxq.QConfig(dynamic=True), options=options)
+    integer = fxq.convert(prepared)
+    fxq.set_state(prepared, "validate")
+    with torch.no_grad():
+        assert all_equal(prepared(sequences(4, 20)), integer(sequences(4, 20)))
     one_size = fxq.at_sizes(integer, x := sequences(4, 9))
     assert all_equal([integer(x), integer(x)], [fxq.export.unrolled(one_size)(x)] * 2)
     assert fxq.verify(one_size, fxq.export_onnx(one_size, tmp_path / "dynamic.onnx"), [(x,)])
