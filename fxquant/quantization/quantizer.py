@@ -109,8 +109,8 @@ class Quantizer(TrainableScale):
     def scale(self) -> Tensor:
         """The current scale; a calibrated or learned one is rounded up to a power of two if the target or the config requires it."""
         scale = self.current()
-        if torch.is_grad_enabled() and scale is self.base_scale:
-            scale = scale.clone()  # where operators share it, one of them moves it after another has kept it for its gradient
+        if scale is self.base_scale and (torch.is_grad_enabled() or self.moves):
+            scale = scale.clone()  # where operators share it, one of them moves it after another has kept it
         return scale if self.frozen else self._rounded(scale)
 
     def _rounded(self, scale: Tensor) -> Tensor:

@@ -68,7 +68,11 @@ def assert_equals_its_steps(prepared: Any, patch: pytest.MonkeyPatch, calls: int
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 @pytest.mark.parametrize("training", ["statistics", "learned", "frozen"])
 def test_all_steps_at_once(name: str, target: str, training: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_equals_its_steps(in_training(name, target, training), monkeypatch, calls=1)
+    prepared, x = in_training(name, target, training), 2 * sequences(3, STEPS)
+    with torch.no_grad():
+        outputs = tree_leaves(copy.deepcopy(prepared)(x))
+    assert all_equal(outputs, tree_leaves(copy.deepcopy(prepared)(x))), "with gradients as without"
+    assert_equals_its_steps(prepared, monkeypatch, calls=1)
 
 
 @pytest.mark.parametrize("watch", ["hook", "anomaly", "checkpoint"])
