@@ -106,7 +106,7 @@ LATER: dict[str, Sequence[Any]] = {
     "dynamic_shapes": [{"image": 0}], "example_inputs": [{"imag": torch.zeros(1)}, {5: torch.zeros(1)}, (None,), {"image": 5}],
     "input_names": [["a;b"]], "leaf": [["conv", "cnv"], nn.LSTM, [nn.LSTM], "model"],
     "metric": [lambda model: "good", lambda model: math.nan, lambda model: None], "num_batches": [0],
-    "observations": [{"conv": (0.0, 1.0)}], "opset": [9, 22, -1], "options": [{"adapt": True}],
+    "observations": [{"conv": (0.0, 1.0)}], "opset": [9, 28, -1], "options": [{"adapt": True}],
     "passes": [{"rules.match": 5}, {"nonsense": len}], "preserve": [["naems"], ["conv.strid"], ["graph"], ["training"]],
     **{"io": ["int", ["float"]], "style": ["EXACT", "qdqq", ["exact"]]}, "target": ["bayse", "bayes e"],
     "until": ["activation.fold", "fuse", "CANONICAL"],
