@@ -45,6 +45,7 @@ def add_quantize(commands: Any) -> None:
     rows = "rows of a batch of the ONNX file, which then has fixed sizes alone"
     quantize.add_argument("--fixed-batch", type=positive, metavar="N", help=rows)
     quantize.add_argument("--horizon", action="store_true", help="write the folder horizon, too, for the vendor's compiler")
+    quantize.add_argument("--measure", action="store_true", help="measure the ONNX file's speed next to the float model's, in onnxruntime")
     quantize.add_argument("--no-report", dest="report", action="store_false", help="write no report.html, which needs plotly")
 
 

@@ -4,16 +4,18 @@ import argparse
 import json
 import math
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.api.files import check_horizon
@@ -23,9 +25,11 @@ from fxquant.errors import ConfigurationError
 from fxquant.reporting.statistics import in_decibels
 from fxquant.support.arguments import FOLDER, accepted
 from fxquant.support.files import check_place, place_files, write_file
+from fxquant.support.progress import working
 
 HELD_OUT_EVERY, MOST_HELD_OUT = 5, 32  # one sample of HELD_OUT_EVERY, at most MOST_HELD_OUT, is held back to verify
 HORIZON = "horizon"
+RUNS = 7
 Samples = Mapping[str, Tensor]
 
 
@@ -40,6 +44,8 @@ class Outcome:
     compared: fxq.results.Comparison  # the integer model against the float one, on the same
     findings: fxq.results.Findings  # broken limits of the target, and operators that stay in float
     operators: int  # the number of integer operators
+    style: str  # of the ONNX file
+    speed: float | None  # of the ONNX file in onnxruntime, in times that of the float model's file; None if it was not measured
     files: Mapping[str, int]  # the size of each, in bytes, by its path in the folder
 
     def __rich__(self) -> Table:
@@ -54,7 +60,10 @@ class Outcome:
             table.add_row(f"SQNR of {output.name}, to the float model", in_decibels(output.sqnr, "not float"))
         table.add_section()
         table.add_row("elements compared with the ONNX file", f"{self.verified.elements:,}")
-        table.add_row("mismatching elements", f"{self.verified.mismatches:,}", end_section=True)
+        table.add_row("mismatching elements", f"{self.verified.mismatches:,}", end_section=self.speed is None)
+        if self.speed is not None:
+            slower = ": SLOWER than float here" if self.speed < 1 else ""
+            table.add_row(f"speed in onnxruntime, style {self.style}, one thread", f"{self.speed:.2f} × float{slower}", end_section=True)
         for name, size in self.files.items():
             table.add_row(name, f"{size:,} bytes")
         return table
@@ -67,6 +76,8 @@ class Outcome:
             "target": self.findings.target,
             "samples": {"calibrated": self.calibrated, "held_back": self.held},
             "integer_operators": self.operators,
+            "style": self.style,
+            "speed": self.speed,
             "findings": [dict(vars(finding)) for finding in self.findings],
             "outputs": [
                 {"name": each.name, "sqnr_db": _finite(each.sqnr), "cosine": each.cosine, "largest_error": _finite(each.largest)}
@@ -159,7 +170,33 @@ def _written(result: fxq.results.Result, folder: Path, held_out: Samples, calibr
         fxq.report(result.integer, folder / REPORT, batches, prepared=result.prepared, comparison=compared, title=options.model)
     operators = sum(layer.integer and not layer.boundary for layer in fxq.inspect.layers(result.prepared))
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-    return Outcome(options.model, calibrated, _count(held_out), verified, compared, fxq.check(result.prepared), operators, files)
+    speed = _speed(path, result.float, _batches(held_out, options.fixed_batch or options.batch_size)[0]) if options.measure else None
+    style, findings = fxq.export.onnx_metadata(path)["style"], fxq.check(result.prepared)
+    return Outcome(options.model, calibrated, _count(held_out), verified, compared, findings, operators, style, speed, files)
+
+
+@working("measuring speed in onnxruntime")
+def _speed(path: Path, model: nn.Module, batch: Mapping[str, Tensor]) -> float:
+    """Return the speed of an ONNX file in times that of the float model's file: on one thread, the shortest of RUNS runs of each."""
+    with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
+        files = (fxq.export_onnx(model, Path(folder) / "float.onnx", example_inputs=dict(batch)), path)
+        sessions = [onnxruntime.InferenceSession(str(file), _one_thread(file)) for file in files]
+    shortest = [math.inf, math.inf]
+    for _ in range(RUNS):
+        for index, session in enumerate(sessions):
+            feeds = {each.name: array.numpy() for each, array in zip(session.get_inputs(), batch.values(), strict=True)}
+            start = time.perf_counter()
+            session.run(None, feeds)
+            shortest[index] = min(shortest[index], time.perf_counter() - start)
+    return shortest[0] / shortest[1]
+
+
+def _one_thread(file: Path) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    for name, value in fxq.export.onnx_metadata(file).get("session_options", {}).items():
+        options.add_session_config_entry(name, value)
+    return options
 
 
 def _finite(value: float) -> float | None:

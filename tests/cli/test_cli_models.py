@@ -116,12 +116,15 @@ def test_rules_of_a_file_are_those_of_the_mapping(capsys: pytest.CaptureFixture[
 
 def test_the_form_of_the_file_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     command = ("--data", "images.npy", "--out", "out", "--no-report", "--style", "exact", "--opset", 17, "--fixed-batch", 3, "--horizon")
-    assert called(capsys, "quantize", "networks:Network", *command)[0] == 0
+    status, shown, _ = called(capsys, "quantize", "networks:Network", *command, "--measure")
+    assert status == 0
+    assert re.search(r"speed in onnxruntime, style exact.* [\d.]+ × float", shown)
     metadata = fxq.export.onnx_metadata("out/model.onnx")
     assert metadata["style"] == "exact"
     assert "image f32[3,2,8,8]" in called(capsys, "inspect", "out/model.onnx")[1]
     summary = json.loads(Path("out/summary.json").read_text(encoding="utf-8"))
     assert summary["samples"]["held_back"] == 3, "whole batches of the file"
+    assert summary["speed"] > 0
     horizon = ["compile.sh", "layers.json", "model.onnx", "model.yaml"]
     assert files_of("out") == [*(f"horizon/{name}" for name in horizon), "integer.fxq", "model.onnx", "summary.json"]
     assert Path("out/horizon/compile.sh").stat().st_mode & 0o111 == 0o111
