@@ -15,7 +15,7 @@ from fxquant.accuracy.step import Run
 from fxquant.analysis.explain import Findings, broken_limits, findings, summary
 from fxquant.analysis.layers import layers
 from fxquant.errors import ConfigurationError
-from fxquant.frontend import attach_call_hooks, moved_by_forward, random_by_forward, trace, untrained_here
+from fxquant.frontend import FloatModel, attach_call_hooks, moved_by_forward, random_by_forward, trace, untrained_here
 from fxquant.frontend.inputs import input_check
 from fxquant.ir.carried import SETTINGS, refuse_changes
 from fxquant.ir.graph import TensorFact, copy_parameters, fact, module_path, noise, source, stage_of
@@ -46,8 +46,8 @@ OBSERVATIONS = instance("what fxq.observers.observations returned", Observations
 
 @checked(observations=OBSERVATIONS)
 def prepare(
-    model: nn.Module,
-    example_inputs: Any,
+    model: FloatModel,
+    example_inputs: Any = None,
     target: str | Target = "bayes-e",
     qconfig: QConfig | QConfigMapping | None = None,
     *,
@@ -56,6 +56,8 @@ def prepare(
     options: Options = DEFAULTS,
 ) -> fx.GraphModule:
     """Return a trainable model of quantized operators, in state CALIBRATE, with its own parameters.
+
+    An ONNX file is given by its path; it needs no example inputs where it holds their shapes.
 
     `qconfig` is the QConfig of every operator, or a mapping from operators to QConfigs. An attribute `qconfig` on one of the
     model's modules overrides it for everything below that module (None: float); the nearest one takes precedence.
@@ -191,7 +193,7 @@ def _require_float32(traced: fx.GraphModule) -> None:
 
 @checked()
 def check(
-    model: nn.Module,
+    model: FloatModel,
     example_inputs: Any = None,
     target: str | Target = "bayes-e",
     qconfig: QConfig | QConfigMapping | None = None,

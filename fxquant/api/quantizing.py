@@ -16,13 +16,13 @@ from fxquant.accuracy.observations import Observations
 from fxquant.analysis.report import Report
 from fxquant.api.files import export_onnx
 from fxquant.api.preparing import OBSERVATIONS, calibrate, convert, prepare
-from fxquant.frontend import float_model
+from fxquant.frontend import FloatModel, float_model
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, no_batches
 from fxquant.prepared.batches import example_inputs as batch_inputs
 from fxquant.quantization.spec import QConfig, QConfigMapping, as_mapping
 from fxquant.reporting.forms import Batches, verify
-from fxquant.support.arguments import PATH, checked, instance
+from fxquant.support.arguments import PATH, checked
 from fxquant.target import Target
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class Result:
         return write_report(self.integer, path, batches, **{"reference": reference, "prepared": self.prepared, **options})
 
 
-@checked(model=instance("an nn.Module", nn.Module, torch.export.ExportedProgram), observations=OBSERVATIONS)
+@checked(observations=OBSERVATIONS)
 def quantize(
-    model: nn.Module,
+    model: FloatModel,
     batches: Batches,
     target: str | Target = "bayes-e",
     qconfig: QConfig | QConfigMapping | None = None,
@@ -93,4 +93,5 @@ def quantize(
     prepared = prepare(as_written, example, target, qconfig, observations=observations, options=options)
     every = itertools.chain([first], iterator)
     calibrate(prepared, every, num_batches, only_missing=observations is not None, options=options, show_progress=show_progress)
-    return Result(model, prepared, convert(prepared))
+    given = model if isinstance(model, nn.Module | torch.export.ExportedProgram) else as_written
+    return Result(given, prepared, convert(prepared))

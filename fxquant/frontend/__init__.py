@@ -25,6 +25,8 @@ from fxquant.frontend.entry import LOST_GRADIENTS, float_model, is_traced, lost_
 from fxquant.frontend.environment import with_backward_hooks
 from fxquant.frontend.handler import Handler, default_leaf, leaf_rule
 from fxquant.frontend.inputs import ExampleInputs, InputCheck, VaryingSize, bind_inputs
+from fxquant.frontend.onnx_files import FloatModel
+from fxquant.frontend.onnx_files import example_inputs as inputs_of_file
 from fxquant.frontend.opaque import wrap
 from fxquant.frontend.result import (
     Branch,
@@ -49,7 +51,7 @@ from fxquant.support.progress import working
 _TraceAt = Callable[..., Handler]  # `record` of one model: inputs and settings
 
 __all__ = [
-    "InputCheck", "assumptions", "attach_call_hooks", "default_leaf", "float_model", "is_traced", "moved_by_forward", "random_by_forward",
+    "FloatModel", "InputCheck", "assumptions", "attach_call_hooks", "default_leaf", "float_model", "is_traced", "moved_by_forward", "random_by_forward",
     "trace", "untrained_here", "wrap",
 ]  # fmt: skip
 
@@ -57,20 +59,20 @@ __all__ = [
 @checked()
 @working("tracing")
 def trace(
-    model: nn.Module | torch.export.ExportedProgram, example_inputs: Any, *, options: Options = DEFAULTS, check: bool = True
+    model: FloatModel, example_inputs: Any = None, *, options: Options = DEFAULTS, check: bool = True
 ) -> fx.GraphModule:
     """Return the graph of a model in eval mode; the model itself is not changed. A graph that `trace` returned is returned unchanged.
 
     Every node records the QConfigs that are set as the attribute `qconfig` on its module and on the enclosing modules.
 
-    example_inputs  a tuple of forward's arguments, a dict of keyword arguments, or one tensor
+    example_inputs  a tuple of forward's arguments, a dict of keyword arguments, or one tensor; None: those of the shapes in an ONNX file
     check           trace again at other batch sizes and compare; run both on the example and compare
     """
     model = float_model(model)
     if is_traced(model):
         assert isinstance(model, fx.GraphModule)
         return model
-    inputs = bind_inputs(model, example_inputs, options.dynamic_shapes, check)
+    inputs = bind_inputs(model, inputs_of_file(model) if example_inputs is None else example_inputs, options.dynamic_shapes, check)
     with collection_paused():
         state = state_moved_by_forward(model, inputs) if check else NOTHING_MOVED
         trace_at = functools.partial(record, model, leaf=leaf_rule(options.leaf, model), random=state)

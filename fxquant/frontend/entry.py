@@ -2,6 +2,7 @@
 
 import bisect
 import operator
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -14,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import _PyTreeCodeGen
 
 from fxquant.errors import ConfigurationError, TraceError
-from fxquant.frontend.environment import EXPORTED_AT, is_library
-from fxquant.frontend.values import active, is_tracing
+from fxquant.frontend.environment import exported_at, is_library
+from fxquant.frontend.onnx_files import MODEL, is_onnx, read_onnx
 from fxquant.frontend.written_out import CHECKS, python_form
 from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact, fact, model_meta, set_fact, sizes_of_input, stage_of, target_name
 from fxquant.ir.integer import noted, notes
@@ -69,7 +70,7 @@ def _in_python(module: Any) -> None:
             with graph.inserting_before(node):
                 stack = node.meta.get("nn_module_stack") or {}
                 path = str(next(reversed(stack.values()))[0]) if stack else ""
-                graph.call_function(_exported_at, (re.sub(r"^L\['self'\]\.?", "", path), _line(node)))
+                graph.call_function(exported_at, (re.sub(r"^L\['self'\]\.?", "", path), _line(node)))
             node.target = python_form(node.target)
     module.recompile()
 
@@ -133,14 +134,6 @@ def is_unpacked(module: nn.Module) -> bool:
     return any(node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) for node in module.graph.nodes)
 
 
-def _exported_at(path: str, line: str) -> None:
-    """Tells where the operators that follow were written: a trace in progress, and whoever looks at this call."""
-    EXPORTED_AT.set((path, line))
-    if is_tracing():
-        handler = active()
-        handler.path, handler.line = path, line
-
-
 def _line(node: fx.Node) -> str:
     """Return the innermost line that is the user's, as errors and `explain` tell it; a library's where there is none."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
@@ -168,17 +161,21 @@ def is_traced(module: object) -> bool:
 
 
 def float_model(model: Any) -> nn.Module:
-    """Return the float model that is meant: the model itself, the one `torch.compile` wrapped, or the module of an ExportedProgram.
+    """Return the float model that is meant: the model itself, the one `torch.compile` wrapped, or the module of a program or ONNX file.
+
+    A program is an ExportedProgram; an ONNX file is its path, which ends in ".onnx", or an onnx.ModelProto.
 
     Raises ConfigurationError for anything else: a prepared or an integer model of fxquant, alone or inside of another module, a model that
     torch.ao has prepared or converted, a scripted model, the module of an ExportedProgram, and an object that is not a module.
     """
     if isinstance(model, torch.export.ExportedProgram):
         return module_of(model)
+    if is_onnx(model):
+        return read_onnx(model)
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(
-            f"a {type(model).__name__} cannot be traced", because="a model is an nn.Module", remedy="wrap the function in an nn.Module"
-        )
+        because = f"a model is {MODEL.right}"
+        remedy = "name a file that ends in .onnx" if isinstance(model, (str, os.PathLike)) else "wrap the function in an nn.Module"
+        raise ConfigurationError(f"a {type(model).__name__} cannot be traced", because=because, remedy=remedy)
     eager = uncompiled(model)
     if isinstance(eager, torch.jit.ScriptModule):
         refuse_scripted("the model")

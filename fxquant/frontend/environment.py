@@ -93,6 +93,16 @@ def source_of_error(error: BaseException, root: CodeType) -> str | None:
 
 
 EXPORTED_AT: ContextVar[tuple[str, str]] = ContextVar("EXPORTED_AT")  # the module and the line of what an exported program computes now
+
+
+def exported_at(path: str, line: str) -> None:
+    """Tell where the operators that follow were written: a trace in progress, and whoever looks at this call."""
+    EXPORTED_AT.set((path, line))
+    if is_tracing():
+        handler = active()
+        handler.path, handler.line = path, line
+
+
 _MATH = (
     math.sqrt, math.log, math.log2, math.log10, math.log1p, math.exp, math.floor, math.ceil, math.trunc, math.pow, math.fabs, math.gcd,
     math.isqrt, math.sin, math.cos, math.atan,
