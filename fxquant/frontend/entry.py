@@ -16,7 +16,7 @@ from torch.fx.graph import _PyTreeCodeGen
 
 from fxquant.errors import ConfigurationError, TraceError
 from fxquant.frontend.environment import exported_at, is_library
-from fxquant.frontend.onnx_files import MODEL, is_onnx, read_onnx
+from fxquant.frontend.onnx_files import is_onnx, read_onnx
 from fxquant.frontend.written_out import CHECKS, python_form
 from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact, fact, model_meta, set_fact, sizes_of_input, stage_of, target_name
 from fxquant.ir.integer import noted, notes
@@ -173,7 +173,7 @@ def float_model(model: Any) -> nn.Module:
     if is_onnx(model):
         return read_onnx(model)
     if not isinstance(model, nn.Module):
-        because = f"a model is {MODEL.right}"
+        because = "a model is an nn.Module, an ExportedProgram, the path of an ONNX file or an onnx.ModelProto"
         remedy = "name a file that ends in .onnx" if isinstance(model, (str, os.PathLike)) else "wrap the function in an nn.Module"
         raise ConfigurationError(f"a {type(model).__name__} cannot be traced", because=because, remedy=remedy)
     eager = uncompiled(model)

@@ -1,12 +1,13 @@
 """Read a float ONNX file as a module: a graph of the functions of `onnx_operators`, with the file's weights as parameters that train.
 
 The module's forward takes the file's inputs by their names. What depends on no input is computed while the file is read. Initializers of
-floats are parameters; what a file holds in nodes `Constant` is not trained. Nodes keep their names of the file: as the modules to which
-rules of precision, reports and errors refer, with a dot for each slash.
+floats, and weights of layers, are parameters. Nodes keep their names, with a dot for each slash, as the modules to which rules of precision
+and reports refer.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import os
@@ -24,20 +25,29 @@ from torch.utils._pytree import tree_leaves
 
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.environment import exported_at
-from fxquant.frontend.onnx_operators import OPERATORS, OnnxOperator, as_numbers, as_row, convolution, linear, simplified, written_norm
+from fxquant.frontend.onnx_operators import (
+    OPERATORS,
+    OnnxOperator,
+    as_numbers,
+    as_row,
+    by_direction,
+    convolution,
+    linear,
+    recurrent,
+    simplified,
+    written_norm,
+)
 from fxquant.frontend.onnx_shapes import reshape
 from fxquant.ir.graph import resolve
 from fxquant.support import logger
-from fxquant.support.arguments import Kind
 
 if TYPE_CHECKING:
     import onnx
 
 FloatModel: TypeAlias = "nn.Module | torch.export.ExportedProgram | str | os.PathLike[str] | onnx.ModelProto"  # what can be quantized
-MODEL = Kind("an nn.Module, an ExportedProgram, the path of an ONNX file or an onnx.ModelProto", lambda model: model)
-_EXAMPLES = "fxquant.onnx_inputs"  # in `meta` of a module that was read: the shapes and dtypes of its inputs
+_INPUTS = "fxquant.onnx_inputs"  # in `meta` of a module that was read: name, dtype and sizes of each input, None for a size without number
 _QUANTIZED = re.compile("QuantizeLinear|QLinear|Integer$|QGemm|QAttention|MatMulNBits")
-_INITIAL_BATCH = 2  # of example inputs, where the file has a name for the batch
+_BATCH = 2  # of example inputs, where the file has a name in place of the number
 
 
 def is_onnx(model: Any) -> bool:
@@ -54,14 +64,14 @@ def read_onnx(model: Any) -> fx.GraphModule:
     from onnx import inliner
 
     path = None if isinstance(model, onnx.ModelProto) else os.path.expanduser(os.fspath(model))
-    name = "the onnx.ModelProto" if path is None else os.path.basename(path)
     try:
         proto = model if path is None else onnx.load(path)
-    except Exception as error:  # of the file, of protobuf, or of files with the weights beside it
+    except Exception as error:  # of the file system, of protobuf, or of weights in other files
         remedy = "give the path of a float ONNX file, with the files of its weights beside it"
         raise ConfigurationError(f"{path} cannot be read", because=f"{type(error).__name__}: {error}", remedy=remedy) from error
+    proto = inliner.inline_local_functions(proto) if len(proto.functions) else proto
     opset = next((each.version for each in proto.opset_import if each.domain in ("", "ai.onnx")), 1)
-    return _Reader(inliner.inline_local_functions(proto) if len(proto.functions) else proto, name, opset).module()
+    return _Reader("the ONNX model" if path is None else os.path.basename(path), opset).module(proto.graph)
 
 
 def example_inputs(module: nn.Module) -> tuple[Tensor, ...] | None:
@@ -69,35 +79,34 @@ def example_inputs(module: nn.Module) -> tuple[Tensor, ...] | None:
 
     A batch without a number has 2 rows. Raises ConfigurationError if another size has no number.
     """
-    declared = module.meta.get(_EXAMPLES) if isinstance(module, fx.GraphModule) else None
+    declared = module.meta.get(_INPUTS) if isinstance(module, fx.GraphModule) else None
     for name, _, sizes in declared or ():
         if None in sizes[1:]:
-            because = f"its input {name} has sizes without a number in the file: {', '.join('?' if each is None else str(each) for each in sizes)}"
+            because = f"the file has no numbers for all sizes of its input {name}: {', '.join(map(str, sizes)).replace('None', '?')}"
             raise ConfigurationError("the model needs example inputs", because=because, remedy="pass example inputs, or batches")
-    return None if declared is None else _drawn(module, 0)
+    return None if declared is None else _drawn(declared, 0)
 
 
-def _drawn(module: nn.Module, seed: int) -> tuple[Tensor, ...]:
-    """Return normal numbers, and integers of 0 and 1, of the shapes in the file; a batch without a number has 2 rows."""
+def _drawn(declared: list[tuple[str, torch.dtype, list[int | None]]], seed: int) -> tuple[Tensor, ...]:
+    """Return normal numbers, and integers of 0 and 1, for the inputs of a file."""
     generator = torch.Generator().manual_seed(seed)
-    shapes: Any = module.meta[_EXAMPLES]
-    named = [(dtype, [_INITIAL_BATCH if size is None else size for size in sizes]) for _, dtype, sizes in shapes]
-    normal = [(dtype, torch.randn(sizes, generator=generator)) for dtype, sizes in named]
+    normal = [(dtype, torch.randn([size or _BATCH for size in sizes], generator=generator)) for _, dtype, sizes in declared]
     return tuple((drawn if dtype.is_floating_point else drawn > 0).to(dtype) for dtype, drawn in normal)
 
 
 @dataclass
 class _Constant:
-    """A value that depends on no input of the file."""
+    """A value that depends on no input of the file: a tensor, a number, or a tuple of these."""
 
-    value: Any  # a tensor, a number, or a tuple of numbers
+    value: Any
+    name: str
     trains: bool = False
 
 
 def _dtype(number: int) -> torch.dtype:
     from onnx import helper
 
-    return torch.from_numpy(helper.tensor_dtype_to_np_dtype(number).type([0])).dtype if number != 16 else torch.bfloat16
+    return torch.from_numpy(helper.tensor_dtype_to_np_dtype(number).type([0])).dtype
 
 
 def _tensor(proto: Any) -> Tensor:
@@ -109,183 +118,157 @@ def _tensor(proto: Any) -> Tensor:
 class _Reader:
     """Makes the graph of one file, node by node."""
 
-    def __init__(self, proto: Any, name: str, opset: int) -> None:
-        self.proto, self.name, self.opset = proto, name, opset
+    def __init__(self, name: str, opset: int) -> None:
+        self.name, self.opset = name, opset
         self.root, self.graph = nn.Module(), fx.Graph()
         self.values: dict[str, Any] = {"": None}  # of each tensor of the file, its node or constant
-        self.registered: dict[int, tuple[Any, fx.Node]] = {}
+        self.attributes: dict[int, tuple[_Constant, fx.Node]] = {}  # of constants that are parameters and buffers, by their identity
         self.uses: Counter[str] = Counter()
 
-    def module(self) -> fx.GraphModule:
-        """Return the module of the whole file."""
-        graph, declared = self.proto.graph, []
-        self._constants(graph)
-        for each in graph.input:
-            if each.name in self.values:  # an initializer, which old files list again
-                continue
-            kind = each.type.tensor_type
-            declared.append((each.name, _dtype(kind.elem_type), [dim.dim_value if dim.dim_value > 0 else None for dim in kind.shape.dim]))
-            self.values[each.name] = self.graph.placeholder(re.sub(r"\W", "_", each.name))
-        if not declared:
-            because, remedy = "integers are those of its inputs, and it has none", "give a file with inputs"
-            raise ConfigurationError(f"{self.name} computes a constant", because=because, remedy=remedy)
-        self.start = next(reversed(self.graph.nodes))
+    def module(self, graph: Any) -> fx.GraphModule:
+        """Return the module of a file's graph."""
+        inputs = [each for each in graph.input if each.name not in {constant.name for constant in graph.initializer}]
+        types = [(each.name, each.type.tensor_type) for each in inputs]
+        declared = [(name, _dtype(kind.elem_type), [dim.dim_value or None for dim in kind.shape.dim]) for name, kind in types]
+        for each in inputs:
+            self.values[each.name] = self.start = self.graph.placeholder(re.sub(r"\W", "_", each.name))
         self._read(graph)
-        outputs = [self._argument(self.values[each.name], False) for each in graph.output]
+        outputs = [self._argument(self.values[each.name]) for each in graph.output]
         self.graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
         module = fx.GraphModule(self.root, self.graph).eval()
-        module.meta[_EXAMPLES] = declared
+        module.meta[_INPUTS] = declared
         if all(sizes and None not in sizes for _, _, sizes in declared):
             _free_batch(module)
         return module
 
-    def _constants(self, graph: Any) -> None:
-        for each in graph.initializer:
-            value = _tensor(each)
-            self.values[each.name] = _Constant(simplified(value), value.is_floating_point())
-        self.uses.update(name for node in graph.node for name in node.input)
-        self.uses.update(each.name for each in graph.output)
-
     def _read(self, graph: Any) -> None:
         """Read the nodes of the file, or of a branch of it."""
-        normed = _layer_norms(graph, self.values, self.uses)
+        for each in graph.initializer:
+            value = _tensor(each)
+            self.values[each.name] = _Constant(simplified(value), each.name, value.is_floating_point())
+        self.uses.update(name for node in graph.node for name in node.input)
+        self.uses.update(each.name for each in graph.output)
+        norms = _written_norms(graph, self.values, self.uses)
         for index, node in enumerate(graph.node):
-            norm = normed.get(index)
-            if norm is not None and isinstance(self.values[norm[0]], fx.Node):
-                settings = {"axis": norm[1], "epsilon": norm[2]}
-                self.values[node.output[0]] = self._call(node, OnnxOperator(written_norm), [self.values[norm[0]], None, None], settings)
-            elif index not in normed:
+            if norm := norms.get(index):
+                self.values[node.output[0]] = self._call(node, OnnxOperator(written_norm), [self.values[norm[0]], None, None, *norm[1:]], {})
+            elif index not in norms:
                 self._node(node)
 
     def _node(self, node: Any) -> None:
         attributes = {each.name: self._attribute(node, each) for each in node.attribute}
         inputs = [self.values[name] for name in node.input]
+        row = OPERATORS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        constant = all(each is None or isinstance(each, _Constant) for each in inputs)
         if node.op_type == "Constant":
             value = next(iter(attributes.values()))
-            self.values[node.output[0]] = _Constant(simplified(value if isinstance(value, Tensor) else torch.tensor(value)))
+            results: Any = _Constant(simplified(value if isinstance(value, Tensor) else torch.tensor(value)), node.output[0])
+        elif node.op_type == "If" and constant:
+            branch = attributes["then_branch" if inputs[0].value else "else_branch"]
+            self._read(branch)
+            self.values.update((name, self.values[result.name]) for name, result in zip(node.output, branch.output, strict=True))
             return
-        if node.op_type == "If":
-            self._branch(node, inputs[0], attributes)
-            return
-        row = OPERATORS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
-        if row is None:
+        elif row is None:
             self._refuse(node)
-        if row.opset:
-            attributes["opset"] = self.opset
-        if row.results:
-            attributes["results"] = len(node.output)
-        if all(each is None or isinstance(each, _Constant) for each in inputs):
-            result = self._folded(node, row, inputs, attributes)
         else:
-            row, inputs, attributes = self._as_layer(row, inputs, attributes)
-            result = None if row.elementwise and self._joined(node) else self._call(node, row, inputs, attributes)
-        if result is None:
-            return
-        several = row.results and len(node.output) > 1
+            told = {"opset": self.opset, "results": len(node.output), "operator": node.op_type}
+            attributes |= {name: value for name, value in told.items() if name in inspect.signature(row.function).parameters}
+            if row.elementwise and self._joined(node):
+                return
+            results = self._folded(node, row, inputs, attributes) if constant else self._call(node, *self._as_layer(row, inputs, attributes))
         for index, name in enumerate(node.output):
-            if name:
-                self.values[name] = self._item(result, index) if several else result
-
-    def _item(self, result: Any, index: int) -> Any:
-        if isinstance(result, _Constant):
-            return _Constant(result.value[index], result.trains)
-        return self.graph.call_function(operator.getitem, (result, index))
+            if len(node.output) == 1 or "results" not in attributes:
+                self.values[name] = results
+                break
+            folded = isinstance(results, _Constant)
+            self.values[name] = _Constant(results.value[index], name) if folded else self.graph.call_function(operator.getitem, (results, index))
 
     def _attribute(self, node: Any, attribute: Any) -> Any:
         from onnx import helper
 
         value = helper.get_attribute_value(attribute)
-        if attribute.name == "to":
-            return _dtype(value)
         if attribute.type == attribute.TENSOR:
             return _tensor(value) if node.op_type == "Constant" else _tensor(value).item()
+        if attribute.name == "to":
+            return _dtype(value)
         return value.decode() if isinstance(value, bytes) else list(value) if isinstance(value, (list, tuple)) else value
 
     def _folded(self, node: Any, row: OnnxOperator, inputs: list[Any], attributes: dict[str, Any]) -> _Constant:
-        """Compute what depends on constants alone. Movements of parameters give parameters."""
+        """Compute what depends on constants alone; what is computed from parameters is one."""
         plain = [each if each is None else as_numbers(each.value) if index in row.numbers else each.value for index, each in enumerate(inputs)]
-        with torch.no_grad():
-            value = self._computed(node, row.function, plain, attributes)
-        trains = any(each is not None and each.trains for each in inputs)
-        if isinstance(value, tuple) and any(isinstance(each, Tensor) for each in value):
-            return _Constant(tuple(map(simplified, value)), trains)
-        return _Constant(simplified(value), trains)
-
-    def _computed(self, node: Any, function: Callable[..., Any], inputs: list[Any], attributes: dict[str, Any]) -> Any:
         try:
-            return function(*inputs, **attributes)
+            value = row.function(*plain, **attributes)
         except (NotImplementedError, TypeError, RuntimeError, IndexError, ValueError) as error:
-            self._refuse(node, str(error).splitlines()[0] if str(error) else type(error).__name__)
+            self._refuse(node, str(error))
+        return _Constant(simplified(value), node.output[0], any(each is not None and each.trains for each in inputs))
 
     def _call(self, node: Any, row: OnnxOperator, inputs: list[Any], attributes: dict[str, Any]) -> fx.Node:
-        path = re.sub(r"\.+", ".", re.sub(r"[/:]", ".", node.name or node.output[0])).strip(".")
-        for index in (*row.weights, *row.statistics):
-            if index < len(inputs) and isinstance(inputs[index], _Constant):
-                inputs[index].trains = index in row.weights
-        arguments = [self._argument(each, row.elementwise, index in row.numbers) for index, each in enumerate(inputs)]
-        self.graph.call_function(exported_at, (path, f"{self.name}: {node.op_type} {node.name or node.output[0]}"))
+        for index, each in enumerate(inputs):
+            if isinstance(each, _Constant) and index in (*row.weights, *row.statistics):
+                each.trains = index in row.weights
+        arguments = [
+            [self._argument(part) for part in each] if isinstance(each, list) else self._argument(each, row, index)
+            for index, each in enumerate(inputs)
+        ]
+        name = node.name or node.output[0]
+        path = re.sub(r"[^\w.]+|\.+", ".", name).strip(".")
+        self.graph.call_function(exported_at, (path, f"{self.name}: {node.op_type} {name}"))
         return self.graph.call_function(row.function, tuple(arguments), attributes)
 
-    def _argument(self, value: Any, elementwise: bool, number: bool = False) -> Any:
-        """Return a node, or a number or tuple in its place."""
+    def _argument(self, value: Any, row: OnnxOperator | None = None, index: int = 0) -> Any:
+        """Return the node of a constant, or a number or tuple in its place; any other value unchanged."""
         if not isinstance(value, _Constant):
             return value
         content = value.value
-        if isinstance(content, Tensor) and (number or (elementwise and content.numel() == 1 and content.dim() < 2)):
-            return as_numbers(content if number else content.reshape(()))
-        return self._registered(value) if isinstance(content, Tensor) else content
-
-    def _registered(self, constant: _Constant) -> fx.Node:
-        """Return the node of a constant as a parameter or buffer, which has the name of its tensor in the file."""
-        known = self.registered.get(id(constant))
-        if known is not None:
-            return known[1]
-        name = next((name for name, value in self.values.items() if value is constant), "constant")
-        parts = name.split(".") if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", name) else [re.sub(r"\W+", "_", name).strip("_")]
-        owner = self.root
-        for part in parts[:-1]:
-            if part not in dict(owner.named_children()):
-                if hasattr(owner, part):
-                    owner, parts = self.root, ["_".join(parts)]
-                    break
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        while hasattr(owner, parts[-1]):
-            parts[-1] += "_"
-        if constant.trains and constant.value.is_floating_point():
-            owner.register_parameter(parts[-1], nn.Parameter(constant.value))
-        else:
-            owner.register_buffer(parts[-1], constant.value)
-        path = next(f"{path}.{parts[-1]}".lstrip(".") for path, module in self.root.named_modules() if module is owner)
-        with self.graph.inserting_after(self.start):
-            node = self.graph.get_attr(path)
-        self.registered[id(constant)] = (constant, node)
-        return node
+        if row is not None and isinstance(content, Tensor):
+            if index in row.numbers:
+                return as_numbers(content)
+            if row.elementwise and content.numel() == 1 and content.dim() < 2:
+                return content.item()
+        if not isinstance(content, Tensor):
+            return content
+        if id(value) not in self.attributes:
+            name = re.sub(r"\W+", "_", value.name).strip("_")
+            while hasattr(self.root, name):
+                name += "_"
+            train = value.trains and content.is_floating_point()
+            (self.root.register_parameter if train else self.root.register_buffer)(name, nn.Parameter(content) if train else content)  # type: ignore[operator]
+            with self.graph.inserting_after(self.start):
+                self.attributes[id(value)] = value, self.graph.get_attr(name)
+        return self.attributes[id(value)][1]
 
     # ---- layers ------------------------------------------------------------------------------------------------------
     def _changed(self, constant: _Constant, function: Callable[[Tensor], Tensor]) -> _Constant:
-        changed = _Constant(function(constant.value).contiguous(), constant.trains)
-        name = next((name for name, value in self.values.items() if value is constant), "constant")
-        self.values.setdefault(f"{name}_changed", changed)
-        return changed
+        return _Constant(function(constant.value).contiguous(), constant.name, True)
 
     def _as_layer(self, row: OnnxOperator, inputs: list[Any], attributes: dict[str, Any]) -> tuple[OnnxOperator, list[Any], dict[str, Any]]:
-        """Return a product with a constant matrix as a linear layer, the matrix as PyTorch holds it; anything else unchanged."""
-        if row not in (OPERATORS["MatMul"], OPERATORS["Gemm"]) or not isinstance(inputs[1], _Constant) or isinstance(inputs[0], _Constant):
+        """Return a product with a constant matrix as a linear layer, and a recurrent layer, with weights as PyTorch holds them."""
+        if row.function is recurrent:
+            x, *weights, lengths, h, c, peepholes = (*inputs, *([None] * (8 - len(inputs))))
+            if any(isinstance(each, fx.Node) for each in weights):
+                return row, [x, None, h, c], attributes
+            parts = [by_direction(attributes["operator"], each.value, 1 + (at == 2)) for at, each in enumerate(weights) if each is not None]
+            names = [each.name for each in weights if each is not None]
+            directions = len(parts[0])
+            ordered = [
+                _Constant(part, f"{name}_{at}", True)
+                for at in range(directions)
+                for name, each in zip(names, parts, strict=True)
+                for part in each[at * len(each) // directions : (at + 1) * len(each) // directions]
+            ]
+            return row, [x, ordered, h, c], {**attributes, "lengths": lengths, "peepholes": peepholes}
+        product = row in (OPERATORS["MatMul"], OPERATORS["Gemm"])
+        if not product or not isinstance(inputs[1], _Constant) or attributes.get("transA") or inputs[1].value.dim() != 2:
             return row, inputs, attributes
         matrix, bias = inputs[1], inputs[2] if len(inputs) > 2 else None
-        if not isinstance(matrix.value, Tensor) or matrix.value.dim() != 2 or attributes.get("transA"):
+        outputs = matrix.value.shape[0 if attributes.get("transB") else 1]
+        if bias is not None and not (isinstance(bias, _Constant) and bias.value.numel() in (1, outputs)):
             return row, inputs, attributes
-        if not attributes.get("transB"):
-            matrix = self._changed(matrix, Tensor.t)
-        if (alpha := attributes.get("alpha", 1.0)) != 1:
-            matrix = self._changed(matrix, lambda value: value * alpha)
-        if bias is not None:
-            outputs, beta = matrix.value.shape[0], attributes.get("beta", 1.0)
-            if not isinstance(bias, _Constant) or not isinstance(bias.value, Tensor) or bias.value.numel() not in (1, outputs):
-                return row, inputs, attributes
-            if bias.value.shape != (outputs,) or beta != 1:
-                bias = self._changed(bias, lambda value: (value.flatten() * beta).expand(outputs))
+        alpha, beta = attributes.get("alpha", 1.0), attributes.get("beta", 1.0)
+        if not attributes.get("transB") or alpha != 1:
+            matrix = self._changed(matrix, lambda value: alpha * (value if attributes.get("transB") else value.t()))
+        if bias is not None and (beta != 1 or bias.value.shape != (outputs,)):
+            bias = self._changed(bias, lambda value: (beta * value.flatten()).expand(outputs))
         return OnnxOperator(linear, weights=(1, 2)), [inputs[0], matrix, bias], {}
 
     def _joined(self, node: Any) -> bool:
@@ -296,67 +279,48 @@ class _Reader:
             if not isinstance(layer, fx.Node) or not isinstance(constant, _Constant) or not isinstance(constant.value, Tensor):
                 continue
             if self.uses[name] == 1 and self._fits(layer, place, constant.value.shape):
-                vector = constant if constant.value.dim() == 1 else self._changed(constant, Tensor.flatten)
                 arguments = [*layer.args, *([None] * (3 - len(layer.args)))]
-                vector.trains = True
-                arguments[place] = self._registered(vector)
+                arguments[place] = self._argument(self._changed(constant, Tensor.flatten))
                 layer.args = tuple(arguments)
                 self.values[node.output[0]] = layer
                 return True
         return False
 
-    def _fits(self, layer: fx.Node, place: int, shape: torch.Size) -> bool:
+    def _fits(self, layer: fx.Node, place: int | None, shape: torch.Size) -> bool:
         """Return whether a tensor of this shape can be the factor (1) or the bias (2) of a layer or a norm that has none."""
         if layer.target is written_norm:
-            return len(shape) == 1 and layer.args[place] is None and (place == 2 or layer.args[2] is None)
-        if place == 1 or layer.target not in (linear, convolution) or (len(layer.args) > 2 and layer.args[2] is not None):
-            return False
-        weight = layer.args[1]
+            return len(shape) == 1 and layer.args[place] is None and layer.args[2] is None
+        weight = layer.args[1] if place == 2 and layer.target in (linear, convolution) and layer.args[2:] in ((), (None,)) else None
         if not isinstance(weight, fx.Node) or weight.op != "get_attr":
             return False
         sizes = resolve(self.root, str(weight.target)).shape
         along = (sizes[0],) if layer.target is linear else (sizes[0], *(1 for _ in sizes[2:]))
         return shape in (along, (1, *along))
 
-    # ---- branches and refusals ---------------------------------------------------------------------------------------
-    def _branch(self, node: Any, condition: Any, branches: dict[str, Any]) -> None:
-        """Read the branch that a constant condition chooses."""
-        if not isinstance(condition, _Constant):
-            self._refuse(node, "its condition depends on the inputs, and a graph has no branches")
-        branch = branches["then_branch" if condition.value else "else_branch"]
-        self._constants(branch)
-        self._read(branch)
-        for name, result in zip(node.output, branch.output, strict=True):
-            self.values[name] = self.values[result.name]
-
-    def _refuse(self, node: Any, because: str | None = None) -> NoReturn:
-        kind, at = f"{node.domain}.{node.op_type}".removeprefix("ai.onnx.").lstrip("."), f"{self.name}: {node.name or node.output[0]}"
-        if because is None and _QUANTIZED.search(kind):
-            what, because = f"{self.name} is quantized already", f"its operator {kind} computes with integers whose scales another tool chose"
-            raise ConfigurationError(what, at=at, because=because, remedy="give the float file that it was made from")
-        because = because or "it has no row among the operators that are read: fxquant.frontend.onnx_operators and onnx_shapes"
+    def _refuse(self, node: Any, because: str = "") -> NoReturn:
+        kind, at = f"{node.domain}.{node.op_type}".removeprefix("ai.onnx.").lstrip("."), f"{self.name}: {node.op_type} {node.name or node.output[0]}"
+        if not because and _QUANTIZED.search(kind):
+            because = f"its operator {kind} computes with integers whose scales another tool chose"
+            raise ConfigurationError(f"{self.name} is quantized already", at=at, because=because, remedy="give the float file it was made from")
+        because = because or ("its condition depends on the inputs" if kind == "If" else "no function computes it in PyTorch's calls")
         remedy = "export the network without it, or pass the nn.Module that the file was exported from"
         raise ConfigurationError(f"the ONNX operator {kind} is not read", at=at, because=because, remedy=remedy)
 
 
-def _layer_norms(graph: Any, values: dict[str, Any], uses: Counter[str]) -> dict[int, tuple[str, int, float] | None]:
+def _written_norms(graph: Any, values: dict[str, Any], uses: Counter[str]) -> dict[int, tuple[str, int, float] | None]:
     """Return the norms that files before opset 17 write out, by the number of their last nodes; None at the other nodes of each.
 
     A norm is the name of its input, its axis and its epsilon. `values` are the constants of the file besides those of nodes `Constant`.
     """
     written = {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant" and node.attribute[0].name == "value"}
-    readers: dict[str, list[Any]] = {}
+    readers: dict[str, dict[str, int]] = {}  # of each tensor, the number of the node of each kind that reads it
     for index, node in enumerate(graph.node):
-        for name in {*node.input}:
-            readers.setdefault(name, []).append((index, node))
+        for name in node.input:
+            readers.setdefault(name, {})[node.op_type] = index
 
     def number(name: str) -> Any:
         held = _tensor(written[name]) if name in written else getattr(values.get(name), "value", None)
         return held.item() if isinstance(held, Tensor) and held.numel() == 1 else held
-
-    def follow(node: Any, kind: str, count: int = 1) -> Any:
-        following = readers.get(node.output[0], ())
-        return next((each for each in following if each[1].op_type == kind), None) if uses[node.output[0]] == count else None
 
     def axis(node: Any) -> Any:
         held = {each.name: each for each in node.attribute}
@@ -365,21 +329,18 @@ def _layer_norms(graph: Any, values: dict[str, Any], uses: Counter[str]) -> dict
 
     found: dict[int, tuple[str, int, float] | None] = {}
     for index, node in enumerate(graph.node):
-        if node.op_type != "ReduceMean" or axis(node) is None:
-            continue
-        sub = follow(node, "Sub")
-        if sub is None or sub[1].input[0] != node.input[0]:
-            continue
-        square = follow(sub[1], "Pow", 2) or follow(sub[1], "Mul", 3)
-        parts = [(index, node), sub, square]
-        for kind in ("ReduceMean", "Add", "Sqrt", "Div"):
-            parts.append(follow(parts[-1][1], kind) if parts[-1] is not None else None)
-        if None in parts or parts[-1][1].input[0] != sub[1].output[0] or axis(parts[3][1]) != axis(node):
-            continue
-        epsilon = next((value for name in parts[4][1].input if isinstance(value := number(name), float)), None)
-        if epsilon is None or (square[1].op_type == "Pow" and number(square[1].input[1]) != 2):
-            continue
-        found |= {each: None for each, _ in parts[:-1]} | {parts[-1][0]: (node.input[0], axis(node), epsilon)}
+        for square, reads in (("Pow", 2), ("Mul", 3)):  # of the differences to the mean, which are read by the quotient, too
+            parts = [index]
+            for kind, count in (("Sub", 1), (square, reads), ("ReduceMean", 1), ("Add", 1), ("Sqrt", 1), ("Div", 1)):
+                name = graph.node[parts[-1]].output[0]
+                parts += [readers[name][kind]] if uses[name] == count and kind in readers.get(name, ()) else []
+            if node.op_type != "ReduceMean" or len(parts) < 7:
+                continue
+            _, sub, power, variance, offset, _, quotient = (graph.node[each] for each in parts)
+            epsilon = next((value for name in offset.input if isinstance(value := number(name), float)), None)
+            same = sub.input[0] == node.input[0] and quotient.input[0] == sub.output[0] and axis(node) == axis(variance) is not None
+            if same and epsilon is not None and (square == "Mul" or number(power.input[1]) == 2):
+                found |= {**dict.fromkeys(parts[:-1]), parts[-1]: (node.input[0], axis(node), epsilon)}
     return found
 
 
@@ -392,14 +353,14 @@ def _free_batch(module: fx.GraphModule) -> None:
     or if a shape does not fit, nothing is replaced, and the batch size of the file is fixed.
     """
     before = {node: node.args for node in module.graph.nodes}
-    once, more = (_drawn(module, seed) for seed in (0, 1))
-    runs = fx.Interpreter(module), fx.Interpreter(module)
-    runs[0].args_iter, runs[1].args_iter = iter(once), iter(map(torch.cat, zip(once, more, strict=True)))  # type: ignore[assignment]
+    once, more = (_drawn(module.meta[_INPUTS], seed) for seed in (0, 1))
+    runs: list[Any] = [fx.Interpreter(module), fx.Interpreter(module)]
+    runs[0].args_iter, runs[1].args_iter = iter(once), iter(map(torch.cat, zip(once, more, strict=True)))
     try:
         with torch.no_grad():
             for node in module.graph.nodes:
                 if node.target is reshape:
-                    (tensor, shape), (twice, again) = (run.map_nodes_to_values(node.args[:2], node) for run in runs)  # type: ignore[misc]
+                    (tensor, shape), (twice, again) = (run.map_nodes_to_values(node.args[:2], node) for run in runs)
                     if isinstance(shape, tuple) and isinstance(tensor, Tensor) and shape == again and tensor.shape != twice.shape:
                         node.args = (node.args[0], _freed(shape, tensor.shape, twice.shape))
                 for run in runs:
