@@ -25,20 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.environment import exported_at
-from fxquant.frontend.onnx_operators import (
-    OPERATORS,
-    OnnxOperator,
-    as_numbers,
-    as_row,
-    by_direction,
-    convolution,
-    linear,
-    recurrent,
-    simplified,
-    written_norm,
-)
+from fxquant.frontend.onnx_operators import OPERATORS, OnnxOperator, as_numbers, by_direction, convolution, linear, recurrent, simplified
 from fxquant.frontend.onnx_shapes import reshape
-from fxquant.ir.graph import resolve
 from fxquant.support import logger
 
 if TYPE_CHECKING:
@@ -123,6 +111,7 @@ class _Reader:
         self.root, self.graph = nn.Module(), fx.Graph()
         self.values: dict[str, Any] = {"": None}  # of each tensor of the file, its node or constant
         self.attributes: dict[int, tuple[_Constant, fx.Node]] = {}  # of constants that are parameters and buffers, by their identity
+        self.weights: dict[Any, tuple[int, ...]] = {}  # the shapes of these
         self.uses: Counter[str] = Counter()
 
     def module(self, graph: Any) -> fx.GraphModule:
@@ -148,12 +137,8 @@ class _Reader:
             self.values[each.name] = _Constant(simplified(value), each.name, value.is_floating_point())
         self.uses.update(name for node in graph.node for name in node.input)
         self.uses.update(each.name for each in graph.output)
-        norms = _written_norms(graph, self.values, self.uses)
-        for index, node in enumerate(graph.node):
-            if norm := norms.get(index):
-                self.values[node.output[0]] = self._call(node, OnnxOperator(written_norm), [self.values[norm[0]], None, None, *norm[1:]], {})
-            elif index not in norms:
-                self._node(node)
+        for node in graph.node:
+            self._node(node)
 
     def _node(self, node: Any) -> None:
         attributes = {each.name: self._attribute(node, each) for each in node.attribute}
@@ -170,12 +155,14 @@ class _Reader:
             return
         elif row is None:
             self._refuse(node)
+        elif row.function is recurrent and any(isinstance(each, fx.Node) for each in inputs[1:4]):
+            self._refuse(node, "its weights are computed from the inputs")
         else:
             told = {"opset": self.opset, "results": len(node.output), "operator": node.op_type}
             attributes |= {name: value for name, value in told.items() if name in inspect.signature(row.function).parameters}
             if row.elementwise and self._joined(node):
                 return
-            results = self._folded(node, row, inputs, attributes) if constant else self._call(node, *self._as_layer(row, inputs, attributes))
+            results = self._folded(node, row, inputs, attributes) if constant else self._call(node, *self._as_layer(node, row, inputs, attributes))
         for index, name in enumerate(node.output):
             if len(node.output) == 1 or "results" not in attributes:
                 self.values[name] = results
@@ -234,29 +221,24 @@ class _Reader:
             train = value.trains and content.is_floating_point()
             (self.root.register_parameter if train else self.root.register_buffer)(name, nn.Parameter(content) if train else content)  # type: ignore[operator]
             with self.graph.inserting_after(self.start):
-                self.attributes[id(value)] = value, self.graph.get_attr(name)
+                node = self.graph.get_attr(name)
+            self.attributes[id(value)], self.weights[node] = (value, node), tuple(content.shape)
         return self.attributes[id(value)][1]
 
     # ---- layers ------------------------------------------------------------------------------------------------------
     def _changed(self, constant: _Constant, function: Callable[[Tensor], Tensor]) -> _Constant:
         return _Constant(function(constant.value).contiguous(), constant.name, True)
 
-    def _as_layer(self, row: OnnxOperator, inputs: list[Any], attributes: dict[str, Any]) -> tuple[OnnxOperator, list[Any], dict[str, Any]]:
+    def _as_layer(
+        self, node: Any, row: OnnxOperator, inputs: list[Any], attributes: dict[str, Any]
+    ) -> tuple[OnnxOperator, list[Any], dict[str, Any]]:
         """Return a product with a constant matrix as a linear layer, and a recurrent layer, with weights as PyTorch holds them."""
         if row.function is recurrent:
             x, *weights, lengths, h, c, peepholes = (*inputs, *([None] * (8 - len(inputs))))
-            if any(isinstance(each, fx.Node) for each in weights):
-                return row, [x, None, h, c], attributes
-            parts = [by_direction(attributes["operator"], each.value, 1 + (at == 2)) for at, each in enumerate(weights) if each is not None]
-            names = [each.name for each in weights if each is not None]
-            directions = len(parts[0])
-            ordered = [
-                _Constant(part, f"{name}_{at}", True)
-                for at in range(directions)
-                for name, each in zip(names, parts, strict=True)
-                for part in each[at * len(each) // directions : (at + 1) * len(each) // directions]
-            ]
-            return row, [x, ordered, h, c], {**attributes, "lengths": lengths, "peepholes": peepholes}
+            split = [by_direction(attributes["operator"], each.value, at // 2 + 1) for at, each in enumerate(weights) if each is not None]
+            ordered = [part for direction in zip(*split, strict=True) for parts in direction for part in parts]
+            parameters = [_Constant(part, f"{node.output[0]}_{at}", True) for at, part in enumerate(ordered)]
+            return row, [x, parameters, h, c], {**attributes, "lengths": lengths, "peepholes": peepholes}
         product = row in (OPERATORS["MatMul"], OPERATORS["Gemm"])
         if not product or not isinstance(inputs[1], _Constant) or attributes.get("transA") or inputs[1].value.dim() != 2:
             return row, inputs, attributes
@@ -272,30 +254,19 @@ class _Reader:
         return OnnxOperator(linear, weights=(1, 2)), [inputs[0], matrix, bias], {}
 
     def _joined(self, node: Any) -> bool:
-        """Give a constant that is added to a layer's result to that layer as its bias, or a norm its factor; return whether it was one."""
-        place = {"Add": 2, "Mul": 1}.get(node.op_type)
-        for name, other in (tuple(node.input), tuple(node.input)[::-1]) if place else ():
-            layer, constant = self.values[name], self.values[other]
-            if not isinstance(layer, fx.Node) or not isinstance(constant, _Constant) or not isinstance(constant.value, Tensor):
+        """Give a constant that is added to a layer's result to the layer, if it can be its bias; return whether it was."""
+        for name, other in (tuple(node.input), tuple(node.input)[::-1]) if node.op_type == "Add" else ():
+            layer, bias = self.values[name], self.values[other]
+            free = isinstance(layer, fx.Node) and layer.target in (linear, convolution) and layer.args[2:] in ((), (None,))
+            if not free or self.uses[name] > 1 or not isinstance(bias, _Constant) or not isinstance(bias.value, Tensor):
                 continue
-            if self.uses[name] == 1 and self._fits(layer, place, constant.value.shape):
-                arguments = [*layer.args, *([None] * (3 - len(layer.args)))]
-                arguments[place] = self._argument(self._changed(constant, Tensor.flatten))
-                layer.args = tuple(arguments)
+            weight = self.weights.get(layer.args[1])
+            along = () if weight is None else weight[:1] if layer.target is linear else (weight[0], *(1 for _ in weight[2:]))
+            if weight is not None and bias.value.shape in (along, (1, *along)):
+                layer.args = (*layer.args[:2], self._argument(self._changed(bias, Tensor.flatten)))
                 self.values[node.output[0]] = layer
                 return True
         return False
-
-    def _fits(self, layer: fx.Node, place: int | None, shape: torch.Size) -> bool:
-        """Return whether a tensor of this shape can be the factor (1) or the bias (2) of a layer or a norm that has none."""
-        if layer.target is written_norm:
-            return len(shape) == 1 and layer.args[place] is None and layer.args[2] is None
-        weight = layer.args[1] if place == 2 and layer.target in (linear, convolution) and layer.args[2:] in ((), (None,)) else None
-        if not isinstance(weight, fx.Node) or weight.op != "get_attr":
-            return False
-        sizes = resolve(self.root, str(weight.target)).shape
-        along = (sizes[0],) if layer.target is linear else (sizes[0], *(1 for _ in sizes[2:]))
-        return shape in (along, (1, *along))
 
     def _refuse(self, node: Any, because: str = "") -> NoReturn:
         kind, at = f"{node.domain}.{node.op_type}".removeprefix("ai.onnx.").lstrip("."), f"{self.name}: {node.op_type} {node.name or node.output[0]}"
@@ -305,43 +276,6 @@ class _Reader:
         because = because or ("its condition depends on the inputs" if kind == "If" else "no function computes it in PyTorch's calls")
         remedy = "export the network without it, or pass the nn.Module that the file was exported from"
         raise ConfigurationError(f"the ONNX operator {kind} is not read", at=at, because=because, remedy=remedy)
-
-
-def _written_norms(graph: Any, values: dict[str, Any], uses: Counter[str]) -> dict[int, tuple[str, int, float] | None]:
-    """Return the norms that files before opset 17 write out, by the number of their last nodes; None at the other nodes of each.
-
-    A norm is the name of its input, its axis and its epsilon. `values` are the constants of the file besides those of nodes `Constant`.
-    """
-    written = {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant" and node.attribute[0].name == "value"}
-    readers: dict[str, dict[str, int]] = {}  # of each tensor, the number of the node of each kind that reads it
-    for index, node in enumerate(graph.node):
-        for name in node.input:
-            readers.setdefault(name, {})[node.op_type] = index
-
-    def number(name: str) -> Any:
-        held = _tensor(written[name]) if name in written else getattr(values.get(name), "value", None)
-        return held.item() if isinstance(held, Tensor) and held.numel() == 1 else held
-
-    def axis(node: Any) -> Any:
-        held = {each.name: each for each in node.attribute}
-        axes = list(held["axes"].ints) if "axes" in held else as_row(number(node.input[1])) if len(node.input) > 1 else ()
-        return axes[0] if len(axes) == 1 and ("keepdims" not in held or held["keepdims"].i) else None
-
-    found: dict[int, tuple[str, int, float] | None] = {}
-    for index, node in enumerate(graph.node):
-        for square, reads in (("Pow", 2), ("Mul", 3)):  # of the differences to the mean, which are read by the quotient, too
-            parts = [index]
-            for kind, count in (("Sub", 1), (square, reads), ("ReduceMean", 1), ("Add", 1), ("Sqrt", 1), ("Div", 1)):
-                name = graph.node[parts[-1]].output[0]
-                parts += [readers[name][kind]] if uses[name] == count and kind in readers.get(name, ()) else []
-            if node.op_type != "ReduceMean" or len(parts) < 7:
-                continue
-            _, sub, power, variance, offset, _, quotient = (graph.node[each] for each in parts)
-            epsilon = next((value for name in offset.input if isinstance(value := number(name), float)), None)
-            same = sub.input[0] == node.input[0] and quotient.input[0] == sub.output[0] and axis(node) == axis(variance) is not None
-            if same and epsilon is not None and (square == "Mul" or number(power.input[1]) == 2):
-                found |= {**dict.fromkeys(parts[:-1]), parts[-1]: (node.input[0], axis(node), epsilon)}
-    return found
 
 
 # ---- the batch ---------------------------------------------------------------------------------------------------------------

@@ -208,16 +208,6 @@ def _gemm(a: Tensor, b: Tensor, c: Any = None, *, alpha: float = 1.0, beta: floa
     return product if c is None else product + beta * c
 
 
-def written_norm(x: Tensor, scale: Tensor | None, bias: Tensor | None, axis: int, epsilon: float) -> Tensor:
-    """Return a norm over one dimension, which files before opset 17 write out, with its factor and its offset over the last one."""
-    if axis in (-1, x.dim() - 1):
-        return F.layer_norm(x, [x.shape[-1]], scale, bias, epsilon)
-    centred = x - x.mean(axis, keepdim=True)
-    y = centred / torch.sqrt((centred * centred).mean(axis, keepdim=True) + epsilon)
-    y = y if scale is None else y * scale
-    return y if bias is None else y + bias
-
-
 @reads("Softmax", "LogSoftmax")
 def _softmax(x: Tensor, axis: int | None = None, *, opset: int, operator: str) -> Tensor:
     axis = (-1 if opset >= 13 else 1) if axis is None else axis
@@ -230,11 +220,11 @@ def _softmax(x: Tensor, axis: int | None = None, *, opset: int, operator: str) -
 _GATES = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}  # PyTorch's, by their places in ONNX
 
 
-def by_direction(operator: str, parameter: Tensor, parts: int) -> list[Tensor]:
-    """Return a parameter of a recurrent layer, (directions, parts × gates × size, …), by direction and part, its gates in PyTorch's order."""
+def by_direction(operator: str, parameter: Tensor, parts: int) -> list[list[Tensor]]:
+    """Return the parts, one or two, of a recurrent layer's parameter for each direction, with the gates in PyTorch's order."""
     gates = _GATES[operator]
     split = parameter.unflatten(1, (parts, len(gates), -1))[:, :, list(gates)].flatten(2, 3)
-    return [each.contiguous() for direction in split for each in direction]
+    return [[part.contiguous() for part in direction] for direction in split]
 
 
 @reads("LSTM", "GRU", "RNN")

@@ -91,13 +91,6 @@ def _gather(x: Any, indices: Any, axis: int = 0) -> Any:
     return torch.index_select(x, axis, indices) if indices.dim() == 1 else x[(slice(None),) * (axis % x.dim()) + (indices,)]
 
 
-@reads("GatherND")
-def _gather_nd(x: Tensor, indices: Any, batch_dims: int = 0) -> Tensor:
-    if batch_dims:
-        raise NotImplementedError("batch_dims of GatherND is not read")
-    return x[as_tensor(indices, x).unbind(-1)]
-
-
 @reads("ConstantOfShape")
 def _filled(shape: Any, value: float = 0.0) -> Any:
     sizes = as_row(shape)
@@ -122,13 +115,6 @@ def _to_space(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
     n, c, h, w = x.shape
     parts = x.reshape(n, blocksize, blocksize, c // blocksize**2, h, w).permute(0, 3, 4, 1, 5, 2)
     return parts.reshape(n, c // blocksize**2, h * blocksize, w * blocksize)
-
-
-@reads("SpaceToDepth")
-def _to_depth(x: Tensor, blocksize: int) -> Tensor:
-    n, c, h, w = x.shape
-    parts = x.reshape(n, c, h // blocksize, blocksize, w // blocksize, blocksize).permute(0, 3, 5, 1, 2, 4)
-    return parts.reshape(n, c * blocksize**2, h // blocksize, w // blocksize)
 
 
 @reads("Pad", numbers=(2,))
