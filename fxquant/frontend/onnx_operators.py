@@ -117,7 +117,7 @@ _ELEMENTWISE: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = 
     **{name: (function, None) for name, function in {
         "Round": torch.round, "Relu": torch.relu, "Sigmoid": torch.sigmoid, "Tanh": torch.tanh, "Exp": torch.exp, "Log": torch.log,
         "Erf": torch.erf, "Reciprocal": torch.reciprocal, "Sign": torch.sign, "Sin": torch.sin, "Cos": torch.cos, "Atan": torch.atan,
-        "Softplus": F.softplus, "Softsign": F.softsign, "HardSwish": F.hardswish, "Mish": F.mish,
+        "IsNaN": torch.isnan, "Softplus": F.softplus, "Softsign": F.softsign, "HardSwish": F.hardswish, "Mish": F.mish,
     }.items()},
 }  # fmt: skip
 
@@ -238,6 +238,8 @@ def recurrent(
     if not isinstance(weights, list) or not usual or any(others.values()) or peepholes is not None or lengths is not None:
         raise NotImplementedError("only PyTorch's form is read, without lengths, activations, peepholes, clip, layout and direction=reverse")
     states = [x.new_zeros(directions, x.shape[1], hidden_size) if each is None else each for each in (h, c)]
+    if any(each.shape[1] != x.shape[1] for each in states):  # torch.lstm does not look
+        raise RuntimeError("the initial states of a recurrent layer are of another batch size than its input")
     function = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN": torch.rnn_tanh}[operator]
     biases = len(weights) == 4 * directions
     y, *last = function(x, states if operator == "LSTM" else states[0], weights, biases, 1, 0.0, False, directions == 2, False)

@@ -91,6 +91,13 @@ def _gather(x: Any, indices: Any, axis: int = 0) -> Any:
     return torch.index_select(x, axis, indices) if indices.dim() == 1 else x[(slice(None),) * (axis % x.dim()) + (indices,)]
 
 
+@reads("GatherND")
+def _gather_nd(x: Tensor, indices: Any, batch_dims: int = 0) -> Tensor:
+    if batch_dims:
+        raise NotImplementedError("batch_dims of GatherND is not read")
+    return x[as_tensor(indices, x).unbind(-1)]
+
+
 @reads("ConstantOfShape")
 def _filled(shape: Any, value: float = 0.0) -> Any:
     sizes = as_row(shape)
