@@ -1,4 +1,4 @@
-"""The model that a command names, package.module:factory or a name of a hub, and the options that commands share."""
+"""The model that a command names, package.module:factory, a name of a hub or an ONNX file, and the options that commands share."""
 
 import argparse
 import ast
@@ -19,11 +19,12 @@ from torch import nn
 from torch.export import Dim
 
 from fxquant.errors import ConfigurationError
+from fxquant.frontend import float_model
 from fxquant.support.progress import working
 
 FORM = "package.module:factory"
 HUB_FORMS = "timm:NAME, torchvision:NAME or hf:NAME"
-REMEDY = f"name a class of modules, a function that returns a module, or a module, as {FORM}, or a pretrained model as {HUB_FORMS}"
+REMEDY = f"name a class of modules, a function that returns a module, or a module, as {FORM}, a pretrained model as {HUB_FORMS}, or an .onnx file"
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,14 @@ def transform_of(name: str, model: nn.Module) -> Callable[[Any], Any] | None:
 
 
 def model_named(name: str) -> nn.Module:
-    """Return the model of a name like package.module:factory?key=value, in eval mode; modules are imported from the current folder, too.
+    """Return the model of a name like package.module:factory?key=value, or of the path of an ONNX file, in eval mode.
 
-    The factory is a class of modules or a function, which is called with the keywords behind the question mark, or a module. The model of
+    Modules are imported from the current folder, too. The factory is a class of modules or a function, which is called with the keywords behind the question mark, or a module. The model of
     a hub is pretrained, unless `timm:NAME?pretrained=False` or `torchvision:NAME?weights=None` says otherwise.
     Raises ConfigurationError, with the line of the user's code, if it cannot be imported, raises, or returns something else.
     """
+    if name.endswith(".onnx"):
+        return float_model(name)
     named, _, query = name.partition("?")
     module, colon, path = named.partition(":")
     settings = _settings(name, query)

@@ -9,13 +9,13 @@ from fxquant.errors import ConfigurationError
 
 MODEL = (
     "the model: a class, a function or a module in a Python module, with ?key=value for its arguments; the current folder is importable. "
-    f"Or a pretrained one: {HUB_FORMS}"
+    f"Or a pretrained one: {HUB_FORMS}; or the path of a float ONNX file"
 )
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the model and its quantization."""
-    parser.add_argument("model", metavar="MODULE:FACTORY", help=MODEL)
+    parser.add_argument("model", metavar="MODULE:FACTORY | FILE.onnx", help=MODEL)
     target = "target to compile for: a march, a chip, x86 or qnnpack (default: bayes-e)"
     parser.add_argument("--target", "--march", default="bayes-e", metavar="NAME", help=target)
     parser.add_argument("--qconfig", type=path, metavar="FILE", help="rules of precision by name and type, as fxq.save_qconfig writes them")
@@ -61,8 +61,8 @@ def add_check(commands: Any) -> None:
     more = "Each is listed with the line of the model's code and a remedy. The exit status is 0 if there is nothing, and 1 if there is."
     check = command(commands, "check", _check, purpose, more)
     add_model(check)
-    source = check.add_mutually_exclusive_group(required=True)
-    sizes = "sizes of a float32 input; once for each of forward's arguments"
+    source = check.add_mutually_exclusive_group()
+    sizes = "sizes of a float32 input; once for each of forward's arguments; an ONNX file may hold them"
     source.add_argument("--shape", action="append", type=shape, metavar="N,C,…", help=sizes)
     source.add_argument("--data", type=path, metavar="PATH", help=f"samples, of which the first is the input: {DATA}; or photographs")
     add_photographs(check)
@@ -73,13 +73,16 @@ def _check(options: argparse.Namespace) -> int:
     from fxquant.analysis.sample import random_example
     from fxquant.cli.factories import dynamic_shapes, model_named
     from fxquant.cli.photographs import samples_of
+    from fxquant.frontend import inputs_of_file
 
     mapping = None if options.qconfig is None else fxq.load_qconfig(options.qconfig)
     model = model_named(options.model)
-    if options.shape:
-        example: Any = random_example(options.shape)
-    else:
+    example: Any = random_example(options.shape) if options.shape else inputs_of_file(model)
+    if options.data:
         example = {name: array[:1] for name, array in samples_of(options, model, most=1).items()}
+    if example is None:
+        because = "what forward computes is traced on inputs of these sizes, and only ONNX files have them"
+        raise ConfigurationError("check has no inputs", because=because, remedy="add --shape N,C,… for each input, or --data PATH")
     settings = fxq.Options(adapt=options.adapt, dynamic_shapes=dynamic_shapes(options.dynamic, model, example))
     result = fxq.check(model, example, options.target, mapping, options=settings)
     print(result)

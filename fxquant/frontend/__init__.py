@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from fxquant.errors import FxQuantError, TraceError
@@ -51,16 +50,14 @@ from fxquant.support.progress import working
 _TraceAt = Callable[..., Handler]  # `record` of one model: inputs and settings
 
 __all__ = [
-    "FloatModel", "InputCheck", "assumptions", "attach_call_hooks", "default_leaf", "float_model", "is_traced", "moved_by_forward", "random_by_forward",
-    "trace", "untrained_here", "wrap",
+    "FloatModel", "InputCheck", "assumptions", "attach_call_hooks", "default_leaf", "float_model", "inputs_of_file", "is_traced",
+    "moved_by_forward", "random_by_forward", "trace", "untrained_here", "wrap",
 ]  # fmt: skip
 
 
 @checked()
 @working("tracing")
-def trace(
-    model: FloatModel, example_inputs: Any = None, *, options: Options = DEFAULTS, check: bool = True
-) -> fx.GraphModule:
+def trace(model: FloatModel, example_inputs: Any = None, *, options: Options = DEFAULTS, check: bool = True) -> fx.GraphModule:
     """Return the graph of a model in eval mode; the model itself is not changed. A graph that `trace` returned is returned unchanged.
 
     Every node records the QConfigs that are set as the attribute `qconfig` on its module and on the enclosing modules.

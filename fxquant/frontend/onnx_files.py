@@ -155,20 +155,22 @@ class _Reader:
             return
         elif row is None:
             self._refuse(node)
-        elif row.function is recurrent and any(isinstance(each, fx.Node) for each in inputs[1:4]):
-            self._refuse(node, "its weights are computed from the inputs")
         else:
             told = {"opset": self.opset, "results": len(node.output), "operator": node.op_type}
             attributes |= {name: value for name, value in told.items() if name in inspect.signature(row.function).parameters}
             if row.elementwise and self._joined(node):
                 return
-            results = self._folded(node, row, inputs, attributes) if constant else self._call(node, *self._as_layer(node, row, inputs, attributes))
+            if not constant:
+                row, inputs, attributes = self._as_layer(node, row, inputs, attributes)
+            results = (self._folded if constant else self._call)(node, row, inputs, attributes)
         for index, name in enumerate(node.output):
             if len(node.output) == 1 or "results" not in attributes:
                 self.values[name] = results
                 break
-            folded = isinstance(results, _Constant)
-            self.values[name] = _Constant(results.value[index], name) if folded else self.graph.call_function(operator.getitem, (results, index))
+            if isinstance(results, _Constant):
+                self.values[name] = _Constant(results.value[index], name)
+            else:
+                self.values[name] = self.graph.call_function(operator.getitem, (results, index))
 
     def _attribute(self, node: Any, attribute: Any) -> Any:
         from onnx import helper
@@ -182,9 +184,9 @@ class _Reader:
 
     def _folded(self, node: Any, row: OnnxOperator, inputs: list[Any], attributes: dict[str, Any]) -> _Constant:
         """Compute what depends on constants alone; what is computed from parameters is one."""
-        plain = [each if each is None else as_numbers(each.value) if index in row.numbers else each.value for index, each in enumerate(inputs)]
+        plain = [each and each.value for each in inputs]
         try:
-            value = row.function(*plain, **attributes)
+            value = row.function(*(as_numbers(each) if index in row.numbers else each for index, each in enumerate(plain)), **attributes)
         except (NotImplementedError, TypeError, RuntimeError, IndexError, ValueError) as error:
             self._refuse(node, str(error))
         return _Constant(simplified(value), node.output[0], any(each is not None and each.trains for each in inputs))
@@ -218,8 +220,10 @@ class _Reader:
             name = re.sub(r"\W+", "_", value.name).strip("_")
             while hasattr(self.root, name):
                 name += "_"
-            train = value.trains and content.is_floating_point()
-            (self.root.register_parameter if train else self.root.register_buffer)(name, nn.Parameter(content) if train else content)  # type: ignore[operator]
+            if value.trains and content.is_floating_point():
+                self.root.register_parameter(name, nn.Parameter(content))
+            else:
+                self.root.register_buffer(name, content)
             with self.graph.inserting_after(self.start):
                 node = self.graph.get_attr(name)
             self.attributes[id(value)], self.weights[node] = (value, node), tuple(content.shape)
@@ -234,13 +238,16 @@ class _Reader:
     ) -> tuple[OnnxOperator, list[Any], dict[str, Any]]:
         """Return a product with a constant matrix as a linear layer, and a recurrent layer, with weights as PyTorch holds them."""
         if row.function is recurrent:
-            x, *weights, lengths, h, c, peepholes = (*inputs, *([None] * (8 - len(inputs))))
+            inputs = [*inputs, *([None] * (8 - len(inputs)))]
+            (x, *weights), (lengths, h, c, peepholes) = inputs[:4], inputs[4:]
+            if any(isinstance(each, fx.Node) for each in weights):
+                self._refuse(node, "its weights are computed from the inputs")
             split = [by_direction(attributes["operator"], each.value, at // 2 + 1) for at, each in enumerate(weights) if each is not None]
             ordered = [part for direction in zip(*split, strict=True) for parts in direction for part in parts]
             parameters = [_Constant(part, f"{node.output[0]}_{at}", True) for at, part in enumerate(ordered)]
             return row, [x, parameters, h, c], {**attributes, "lengths": lengths, "peepholes": peepholes}
-        product = row in (OPERATORS["MatMul"], OPERATORS["Gemm"])
-        if not product or not isinstance(inputs[1], _Constant) or attributes.get("transA") or inputs[1].value.dim() != 2:
+        product = row in (OPERATORS["MatMul"], OPERATORS["Gemm"]) and isinstance(inputs[1], _Constant) and not attributes.get("transA")
+        if not product or not isinstance(inputs[1].value, Tensor) or inputs[1].value.dim() != 2:
             return row, inputs, attributes
         matrix, bias = inputs[1], inputs[2] if len(inputs) > 2 else None
         outputs = matrix.value.shape[0 if attributes.get("transB") else 1]
@@ -269,10 +276,14 @@ class _Reader:
         return False
 
     def _refuse(self, node: Any, because: str = "") -> NoReturn:
-        kind, at = f"{node.domain}.{node.op_type}".removeprefix("ai.onnx.").lstrip("."), f"{self.name}: {node.op_type} {node.name or node.output[0]}"
+        kind = f"{node.domain}.{node.op_type}".removeprefix("ai.onnx.").lstrip(".")
+        at = f"{self.name}: {node.op_type} {node.name or node.output[0]}"
         if not because and _QUANTIZED.search(kind):
-            because = f"its operator {kind} computes with integers whose scales another tool chose"
-            raise ConfigurationError(f"{self.name} is quantized already", at=at, because=because, remedy="give the float file it was made from")
+            because, remedy = (
+                f"its operator {kind} computes with integers whose scales another tool chose",
+                "give the float file it was made from",
+            )
+            raise ConfigurationError(f"{self.name} is quantized already", at=at, because=because, remedy=remedy)
         because = because or ("its condition depends on the inputs" if kind == "If" else "no function computes it in PyTorch's calls")
         remedy = "export the network without it, or pass the nn.Module that the file was exported from"
         raise ConfigurationError(f"the ONNX operator {kind} is not read", at=at, because=because, remedy=remedy)

@@ -103,26 +103,9 @@ def _bound(function: Callable[[Tensor, Tensor], Tensor], side: str) -> Callable[
     return lambda *values: reduce(bounded, values)
 
 
-# An operator that computes each element of its result from one of every input: of tensors, and of numbers where these occur.
-_ELEMENTWISE: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
-    **{name: (function, function) for name, function in {
-        "Add": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Div": _divide, "Where": _choose, "Equal": operator.eq,
-        "Greater": operator.gt, "Less": operator.lt, "GreaterOrEqual": operator.ge, "LessOrEqual": operator.le, "And": operator.and_,
-        "Or": operator.or_, "Xor": operator.xor, "Neg": operator.neg, "Abs": abs, "Sum": lambda *values: reduce(operator.add, values),
-        "Identity": lambda x: x,
-    }.items()},
-    "Pow": (lambda a, b: a * a if isinstance(b, (int, float)) and b == 2 else torch.pow(a, b), operator.pow),
-    "Max": (_bound(torch.maximum, "min"), max), "Min": (_bound(torch.minimum, "max"), min), "Not": (torch.logical_not, operator.not_),
-    "Floor": (torch.floor, math.floor), "Ceil": (torch.ceil, math.ceil), "Sqrt": (torch.sqrt, math.sqrt),
-    **{name: (function, None) for name, function in {
-        "Round": torch.round, "Relu": torch.relu, "Sigmoid": torch.sigmoid, "Tanh": torch.tanh, "Exp": torch.exp, "Log": torch.log,
-        "Erf": torch.erf, "Reciprocal": torch.reciprocal, "Sign": torch.sign, "Sin": torch.sin, "Cos": torch.cos, "Atan": torch.atan,
-        "IsNaN": torch.isnan, "Softplus": F.softplus, "Softsign": F.softsign, "HardSwish": F.hardswish, "Mish": F.mish,
-    }.items()},
-}  # fmt: skip
-
-
 def _elementwise(of_tensors: Callable[..., Any], of_numbers: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return the function of an operator that computes each element of its result from one of every input."""
+
     def function(*values: Any) -> Any:
         like = next((value for value in values if isinstance(value, Tensor)), None)
         if like is None and of_numbers is not None:
@@ -132,8 +115,26 @@ def _elementwise(of_tensors: Callable[..., Any], of_numbers: Callable[..., Any] 
     return function
 
 
-for _name, _functions in _ELEMENTWISE.items():
-    reads(_name, elementwise=True)(_elementwise(*_functions))
+_OF_BOTH: dict[str, Any] = {  # of tensors, and of numbers
+    "Add": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Div": _divide, "Where": _choose, "Equal": operator.eq,
+    "Greater": operator.gt, "Less": operator.lt, "GreaterOrEqual": operator.ge, "LessOrEqual": operator.le, "And": operator.and_,
+    "Or": operator.or_, "Xor": operator.xor, "Neg": operator.neg, "Abs": abs, "Sum": lambda *values: reduce(operator.add, values),
+    "Identity": lambda x: x,
+}  # fmt: skip
+_OF_EACH: dict[str, tuple[Any, Any]] = {
+    "Pow": (lambda a, b: a * a if isinstance(b, (int, float)) and b == 2 else torch.pow(a, b), operator.pow),
+    "Max": (_bound(torch.maximum, "min"), max), "Min": (_bound(torch.minimum, "max"), min), "Not": (torch.logical_not, operator.not_),
+    "Floor": (torch.floor, math.floor), "Ceil": (torch.ceil, math.ceil), "Sqrt": (torch.sqrt, math.sqrt),
+}  # fmt: skip
+_OF_TENSORS: dict[str, Any] = {
+    "Round": torch.round, "Relu": torch.relu, "Sigmoid": torch.sigmoid, "Tanh": torch.tanh, "Exp": torch.exp, "Log": torch.log,
+    "Erf": torch.erf, "Reciprocal": torch.reciprocal, "Sign": torch.sign, "Sin": torch.sin, "Cos": torch.cos, "Atan": torch.atan,
+    "IsNaN": torch.isnan, "Softplus": F.softplus, "Softsign": F.softsign, "HardSwish": F.hardswish, "Mish": F.mish,
+}  # fmt: skip
+for _name, (_of_tensors, _of_numbers) in (
+    {name: (each, each) for name, each in _OF_BOTH.items()} | _OF_EACH | {name: (each, None) for name, each in _OF_TENSORS.items()}
+).items():
+    reads(_name, elementwise=True)(_elementwise(_of_tensors, _of_numbers))
 
 
 @reads("Mod", elementwise=True)
@@ -223,7 +224,7 @@ _GATES = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}  # PyTorch's, by 
 def by_direction(operator: str, parameter: Tensor, parts: int) -> list[list[Tensor]]:
     """Return the parts, one or two, of a recurrent layer's parameter for each direction, with the gates in PyTorch's order."""
     gates = _GATES[operator]
-    split = parameter.unflatten(1, (parts, len(gates), -1))[:, :, list(gates)].flatten(2, 3)
+    split = parameter.reshape(len(parameter), parts, len(gates), -1, *parameter.shape[2:])[:, :, list(gates)].flatten(2, 3)
     return [[part.contiguous() for part in direction] for direction in split]
 
 
@@ -236,11 +237,11 @@ def recurrent(
     directions = 2 if direction == "bidirectional" else 1
     usual = not others.pop("activations", None) and (others.pop("linear_before_reset", 0) or operator != "GRU") and direction != "reverse"
     if not isinstance(weights, list) or not usual or any(others.values()) or peepholes is not None or lengths is not None:
-        raise NotImplementedError("only PyTorch's form is read, without lengths, activations, peepholes, clip, layout and direction=reverse")
+        raise NotImplementedError("only PyTorch's form is read: no lengths, activations, peepholes, clip, layout, reverse")
     states = [x.new_zeros(directions, x.shape[1], hidden_size) if each is None else each for each in (h, c)]
     if any(each.shape[1] != x.shape[1] for each in states):  # torch.lstm does not look
         raise RuntimeError("the initial states of a recurrent layer are of another batch size than its input")
-    function = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN": torch.rnn_tanh}[operator]
+    function: Any = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN": torch.rnn_tanh}[operator]
     biases = len(weights) == 4 * directions
     y, *last = function(x, states if operator == "LSTM" else states[0], weights, biases, 1, 0.0, False, directions == 2, False)
     y = y.unflatten(2, (2, hidden_size)).transpose(1, 2) if directions == 2 else y.unsqueeze(1)
@@ -286,8 +287,10 @@ reads("LayerNormalization", weights=(1, 2))(
 reads("BatchNormalization", weights=(1, 2), statistics=(3, 4))(
     lambda x, scale, bias, mean, var, *, epsilon=1e-5, **_: F.batch_norm(x, mean, var, scale, bias, False, 0.1, epsilon)
 )
-reads("InstanceNormalization", weights=(1, 2))(lambda x, scale, bias, epsilon=1e-5: F.instance_norm(x, None, None, scale, bias, eps=epsilon))
-for _name, _function in {
+reads("InstanceNormalization", weights=(1, 2))(
+    lambda x, scale, bias, epsilon=1e-5: F.instance_norm(x, None, None, scale, bias, eps=epsilon)
+)
+_SIMPLE: dict[str, Callable[..., Any]] = {
     "CastLike": lambda x, like: x.to(like.dtype),
     "LeakyRelu": lambda x, alpha=0.01: F.leaky_relu(x, alpha),
     "Elu": lambda x, alpha=1.0: F.elu(x, alpha),
@@ -310,5 +313,6 @@ for _name, _function in {
     "TopK": lambda x, k, *, axis=-1, largest=1, sorted=1, results=2: tuple(
         torch.topk(x, as_row(k)[0], axis, bool(largest), bool(sorted))
     )[:results],
-}.items():  # fmt: skip
+}  # fmt: skip
+for _name, _function in _SIMPLE.items():
     reads(_name)(_function)

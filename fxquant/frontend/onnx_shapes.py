@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,8 +57,9 @@ def _split(x: Any, split: Any = None, *, axis: int = 0, num_outputs: int | None 
     size = x.shape[axis] if isinstance(x, Tensor) else len(x)
     sizes = list(as_row(split)) if split is not None else [-(-size // results)] * (results - 1)
     sizes += [size - sum(sizes)] * (split is None)
-    ends = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
-    parts = torch.split(x, sizes, axis) if isinstance(x, Tensor) else [x[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    parts = (
+        torch.split(x, sizes, axis) if isinstance(x, Tensor) else [x[sum(sizes[:at]) : sum(sizes[: at + 1])] for at in range(len(sizes))]
+    )
     return tuple(parts) if results > 1 else parts[0]
 
 
@@ -101,7 +103,7 @@ def _gather_nd(x: Tensor, indices: Any, batch_dims: int = 0) -> Tensor:
 @reads("ConstantOfShape")
 def _filled(shape: Any, value: float = 0.0) -> Any:
     sizes = as_row(shape)
-    few = len(sizes) == 1 and not isinstance(value, float) and type(sizes[0]) is int and sizes[0] <= FEW
+    few = len(sizes) == 1 and type(value) is not float and type(sizes[0]) is int and sizes[0] <= FEW
     return (value,) * sizes[0] if few else torch.full(sizes, value)
 
 
@@ -171,7 +173,7 @@ def _positive(x: Tensor, indices: Any, axis: int) -> Tensor:
 
 
 reads("Range", numbers=(0, 1, 2))(lambda start, limit, delta: torch.arange(start, limit, delta))
-for _name, _function in {
+_SIMPLE: dict[str, Callable[..., Any]] = {
     "Size": lambda x: math.prod(x.shape) if isinstance(x, Tensor) else len(as_row(x)),
     "Transpose": lambda x, perm=None: x.permute(perm or [*reversed(range(x.dim()))]) if isinstance(x, Tensor) else x,
     "Flatten": lambda x, axis=1: torch.flatten(x, 1) if axis == 1 else x.reshape(math.prod(x.shape[:axis]), -1),
@@ -180,5 +182,6 @@ for _name, _function in {
     "ScatterElements": lambda x, indices, updates, axis=0: torch.scatter(x, axis, _positive(x, indices, axis), updates),
     "Trilu": lambda x, k=0, upper=1: (torch.triu if upper else torch.tril)(x, as_row(k)[0]),
     "CumSum": lambda x, axis: torch.cumsum(x, as_row(axis)[0]),
-}.items():
+}
+for _name, _function in _SIMPLE.items():
     reads(_name)(_function)

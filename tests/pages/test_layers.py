@@ -75,7 +75,7 @@ CONFINED: dict[str, set[str]] = {
     "scipy": {"fxquant.search.bit_widths"},
     "matplotlib": set(),
     "plotly": {"fxquant.reporting.page", "fxquant.reporting.estimate"},
-    "onnx": {"fxquant.conformance.kit"} | {f"fxquant.backends.onnx.{name}" for name in ONNX_WRITERS},
+    "onnx": {"fxquant.conformance.kit", "fxquant.frontend.onnx_files"} | {f"fxquant.backends.onnx.{name}" for name in ONNX_WRITERS},
     "onnxruntime": {"fxquant.backends.onnx.runtime"},
     "onnxscript": {"fxquant.backends.onnx.float_export"},
     "sklearn": set(),
