@@ -45,7 +45,7 @@ UNKNOWN = ("", "unknown", "inspect one --grph")
 MISUSED = (
     "inspect", "diff one", "conformance", "verify one", "verify one two --batch-size 0", "verify one two --batch-size many", "quantize",
     "quantize networks:Network", "quantize networks:Network --data images.npy --style other",
-    "quantize networks:Network --data images.npy --fixed-batch 0", "check networks:Network", "check networks:Network --shape 1,2,x",
+    "quantize networks:Network --data images.npy --fixed-batch 0", "check networks:Network --shape 1,2,x",
     "check networks:Network --shape 1,0,8", "check networks:Network --shape 1,2,8,8 --data images.npy", "conformance kit",
     "conformance kit --target bayes-e --results x",
 )  # fmt: skip
