@@ -25,7 +25,17 @@ from torch.utils._pytree import tree_leaves
 
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.environment import exported_at
-from fxquant.frontend.onnx_operators import OPERATORS, OnnxOperator, as_numbers, by_direction, convolution, linear, recurrent, simplified
+from fxquant.frontend.onnx_operators import (
+    OPERATORS,
+    OnnxOperator,
+    as_numbers,
+    as_tensor,
+    by_direction,
+    convolution,
+    linear,
+    recurrent,
+    simplified,
+)
 from fxquant.frontend.onnx_shapes import reshape
 from fxquant.support import logger
 
@@ -111,7 +121,6 @@ class _Reader:
         self.root, self.graph = nn.Module(), fx.Graph()
         self.values: dict[str, Any] = {"": None}  # of each tensor of the file, its node or constant
         self.attributes: dict[int, tuple[_Constant, fx.Node]] = {}  # of constants that are parameters and buffers, by their identity
-        self.weights: dict[Any, tuple[int, ...]] = {}  # the shapes of these
         self.uses: Counter[str] = Counter()
 
     def module(self, graph: Any) -> fx.GraphModule:
@@ -121,7 +130,12 @@ class _Reader:
         declared = [(name, _dtype(kind.elem_type), [dim.dim_value or None for dim in kind.shape.dim]) for name, kind in types]
         for each in inputs:
             self.values[each.name] = self.start = self.graph.placeholder(re.sub(r"\W", "_", each.name))
-        self._read(graph)
+        for each in graph.initializer:
+            value = _tensor(each)
+            self.values[each.name] = _Constant(simplified(value), each.name, value.is_floating_point())
+        self.uses.update([name for node in graph.node for name in node.input] + [each.name for each in graph.output])
+        for node in graph.node:
+            self._read(node)
         outputs = [self._argument(self.values[each.name]) for each in graph.output]
         self.graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
         module = fx.GraphModule(self.root, self.graph).eval()
@@ -130,47 +144,37 @@ class _Reader:
             _free_batch(module)
         return module
 
-    def _read(self, graph: Any) -> None:
-        """Read the nodes of the file, or of a branch of it."""
-        for each in graph.initializer:
-            value = _tensor(each)
-            self.values[each.name] = _Constant(simplified(value), each.name, value.is_floating_point())
-        self.uses.update(name for node in graph.node for name in node.input)
-        self.uses.update(each.name for each in graph.output)
-        for node in graph.node:
-            self._node(node)
-
-    def _node(self, node: Any) -> None:
+    def _read(self, node: Any) -> None:
+        """Note the results of a node of the file: nodes of the graph, or constants."""
         attributes = {each.name: self._attribute(node, each) for each in node.attribute}
         inputs = [self.values[name] for name in node.input]
-        row = OPERATORS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
-        constant = all(each is None or isinstance(each, _Constant) for each in inputs)
         if node.op_type == "Constant":
             value = next(iter(attributes.values()))
-            results: Any = _Constant(simplified(value if isinstance(value, Tensor) else torch.tensor(value)), node.output[0])
-        elif node.op_type == "If" and constant:
-            branch = attributes["then_branch" if inputs[0].value else "else_branch"]
-            self._read(branch)
-            self.values.update((name, self.values[result.name]) for name, result in zip(node.output, branch.output, strict=True))
+            self.values[node.output[0]] = _Constant(simplified(as_tensor(value)), node.output[0])
             return
-        elif row is None:
+        row = OPERATORS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        if row is None:
             self._refuse(node)
-        else:
-            told = {"opset": self.opset, "results": len(node.output), "operator": node.op_type}
-            attributes |= {name: value for name, value in told.items() if name in inspect.signature(row.function).parameters}
-            if row.elementwise and self._joined(node):
-                return
+        facts = {"opset": self.opset, "results": len(node.output), "operator": node.op_type}
+        attributes |= {name: value for name, value in facts.items() if name in inspect.signature(row.function).parameters}
+        if row.elementwise and self._joined(node):
+            return
+        constant = all(each is None or isinstance(each, _Constant) for each in inputs)
+        try:
             if not constant:
                 row, inputs, attributes = self._as_layer(node, row, inputs, attributes)
+            inspect.signature(row.function).bind(*inputs, **attributes)
             results = (self._folded if constant else self._call)(node, row, inputs, attributes)
+        except (NotImplementedError, TypeError, RuntimeError, IndexError, ValueError) as error:
+            self._refuse(node, str(error))
+        if "results" not in attributes and any(self.uses[name] for name in node.output[1:]):
+            self._refuse(node, "only its first result is read")
+        if "results" not in attributes or len(node.output) == 1:
+            self.values[node.output[0]] = results
+            return
         for index, name in enumerate(node.output):
-            if len(node.output) == 1 or "results" not in attributes:
-                self.values[name] = results
-                break
-            if isinstance(results, _Constant):
-                self.values[name] = _Constant(results.value[index], name)
-            else:
-                self.values[name] = self.graph.call_function(operator.getitem, (results, index))
+            part = isinstance(results, fx.Node) and self.graph.call_function(operator.getitem, (results, index))
+            self.values[name] = part or _Constant(results.value[index], name)
 
     def _attribute(self, node: Any, attribute: Any) -> Any:
         from onnx import helper
@@ -185,10 +189,7 @@ class _Reader:
     def _folded(self, node: Any, row: OnnxOperator, inputs: list[Any], attributes: dict[str, Any]) -> _Constant:
         """Compute what depends on constants alone; what is computed from parameters is one."""
         plain = [each and each.value for each in inputs]
-        try:
-            value = row.function(*(as_numbers(each) if index in row.numbers else each for index, each in enumerate(plain)), **attributes)
-        except (NotImplementedError, TypeError, RuntimeError, IndexError, ValueError) as error:
-            self._refuse(node, str(error))
+        value = row.function(*(as_numbers(each) if index in row.numbers else each for index, each in enumerate(plain)), **attributes)
         return _Constant(simplified(value), node.output[0], any(each is not None and each.trains for each in inputs))
 
     def _call(self, node: Any, row: OnnxOperator, inputs: list[Any], attributes: dict[str, Any]) -> fx.Node:
@@ -225,8 +226,7 @@ class _Reader:
             else:
                 self.root.register_buffer(name, content)
             with self.graph.inserting_after(self.start):
-                node = self.graph.get_attr(name)
-            self.attributes[id(value)], self.weights[node] = (value, node), tuple(content.shape)
+                self.attributes[id(value)] = value, self.graph.get_attr(name)
         return self.attributes[id(value)][1]
 
     # ---- layers ------------------------------------------------------------------------------------------------------
@@ -240,12 +240,12 @@ class _Reader:
         if row.function is recurrent:
             inputs = [*inputs, *([None] * (8 - len(inputs)))]
             (x, *weights), (lengths, h, c, peepholes) = inputs[:4], inputs[4:]
-            if any(isinstance(each, fx.Node) for each in weights):
-                self._refuse(node, "its weights are computed from the inputs")
+            if any(isinstance(each, fx.Node) for each in weights) or lengths is not None or peepholes is not None:
+                raise NotImplementedError("only layers of constant weights are read, without lengths and peepholes")
             split = [by_direction(attributes["operator"], each.value, at // 2 + 1) for at, each in enumerate(weights) if each is not None]
             ordered = [part for direction in zip(*split, strict=True) for parts in direction for part in parts]
             parameters = [_Constant(part, f"{node.output[0]}_{at}", True) for at, part in enumerate(ordered)]
-            return row, [x, parameters, h, c], {**attributes, "lengths": lengths, "peepholes": peepholes}
+            return row, [x, parameters, h, c], attributes
         product = row in (OPERATORS["MatMul"], OPERATORS["Gemm"]) and isinstance(inputs[1], _Constant) and not attributes.get("transA")
         if not product or not isinstance(inputs[1].value, Tensor) or inputs[1].value.dim() != 2:
             return row, inputs, attributes
@@ -254,9 +254,8 @@ class _Reader:
         if bias is not None and not (isinstance(bias, _Constant) and bias.value.numel() in (1, outputs)):
             return row, inputs, attributes
         alpha, beta = attributes.get("alpha", 1.0), attributes.get("beta", 1.0)
-        if not attributes.get("transB") or alpha != 1:
-            matrix = self._changed(matrix, lambda value: alpha * (value if attributes.get("transB") else value.t()))
-        if bias is not None and (beta != 1 or bias.value.shape != (outputs,)):
+        matrix = self._changed(matrix, lambda value: alpha * (value if attributes.get("transB") else value.t()))
+        if bias is not None:
             bias = self._changed(bias, lambda value: (beta * value.flatten()).expand(outputs))
         return OnnxOperator(linear, weights=(1, 2)), [inputs[0], matrix, bias], {}
 
@@ -267,9 +266,11 @@ class _Reader:
             free = isinstance(layer, fx.Node) and layer.target in (linear, convolution) and layer.args[2:] in ((), (None,))
             if not free or self.uses[name] > 1 or not isinstance(bias, _Constant) or not isinstance(bias.value, Tensor):
                 continue
-            weight = self.weights.get(layer.args[1])
-            along = () if weight is None else weight[:1] if layer.target is linear else (weight[0], *(1 for _ in weight[2:]))
-            if weight is not None and bias.value.shape in (along, (1, *along)):
+            weight = getattr(self.root, str(getattr(layer.args[1], "target", "")), None)
+            if weight is None:
+                continue
+            along = (len(weight), *((1,) * (weight.dim() - 2)))
+            if bias.value.shape in (along, (1, *along)):
                 layer.args = (*layer.args[:2], self._argument(self._changed(bias, Tensor.flatten)))
                 self.values[node.output[0]] = layer
                 return True
@@ -284,7 +285,7 @@ class _Reader:
                 "give the float file it was made from",
             )
             raise ConfigurationError(f"{self.name} is quantized already", at=at, because=because, remedy=remedy)
-        because = because or ("its condition depends on the inputs" if kind == "If" else "no function computes it in PyTorch's calls")
+        because = because or "no function computes it in PyTorch's calls"
         remedy = "export the network without it, or pass the nn.Module that the file was exported from"
         raise ConfigurationError(f"the ONNX operator {kind} is not read", at=at, because=because, remedy=remedy)
 

@@ -72,6 +72,13 @@ def as_tensor(value: Any, like: Tensor | None = None) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, device=None if like is None else like.device)
 
 
+def without(setting: Any, result: Any) -> Any:
+    """Return a result, where the setting that it leaves out is not set. Raises NotImplementedError where it is."""
+    if setting:
+        raise NotImplementedError("one of its attributes has a value that is not read")
+    return result
+
+
 def _by_element(function: Callable[..., Any], *values: Numbers) -> Numbers:
     """Return a function of numbers, element by element; a number, and a tuple of one, go with tuples of any length."""
     if not any(isinstance(value, tuple) for value in values):
@@ -137,13 +144,6 @@ for _name, (_of_tensors, _of_numbers) in (
     reads(_name, elementwise=True)(_elementwise(_of_tensors, _of_numbers))
 
 
-@reads("Mod", elementwise=True)
-def _modulo(a: Any, b: Any, fmod: int = 0) -> Any:
-    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
-        return _by_element(math.fmod if fmod else operator.mod, a, b)
-    return (torch.fmod if fmod else torch.remainder)(as_tensor(a), b)
-
-
 @reads("Cast")
 def _cast(x: Any, to: torch.dtype, saturate: int = 1) -> Any:
     if isinstance(x, Tensor):
@@ -164,11 +164,11 @@ def _prelu(x: Tensor, slope: Tensor) -> Tensor:
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------------------
-def _window(x: Tensor, kernel: Sequence[int], given: dict[str, Any], value: float = 0.0) -> tuple[Tensor, list[int], list[int], list[int]]:
+def _window(x: Tensor, kernel: Sequence[int], window: dict[str, Any], value: float = 0.0) -> tuple[Tensor, list[int], list[int], list[int]]:
     """Return a padded tensor, and stride, padding and dilation of a window; the padding is 0 where it differs between the two sides."""
-    rank, how = len(kernel), given.get("auto_pad", "NOTSET")
-    stride, dilation = (list(given.get(name) or [1] * rank) for name in ("strides", "dilations"))
-    before, after = list(given.get("pads") or [0] * 2 * rank)[:rank], list(given.get("pads") or [0] * 2 * rank)[rank:]
+    rank, how = len(kernel), window.get("auto_pad", "NOTSET")
+    stride, dilation = (list(window.get(name) or [1] * rank) for name in ("strides", "dilations"))
+    before, after = list(window.get("pads") or [0] * 2 * rank)[:rank], list(window.get("pads") or [0] * 2 * rank)[rank:]
     if how.startswith("SAME"):
         windows = zip(x.shape[2:], kernel, stride, dilation, strict=True)
         total = [max((-(-size // step) - 1) * step + (each - 1) * apart + 1 - size, 0) for size, each, step, apart in windows]
@@ -230,14 +230,14 @@ def by_direction(operator: str, parameter: Tensor, parts: int) -> list[list[Tens
 
 @reads("LSTM", "GRU", "RNN")
 def recurrent(
-    x: Tensor, weights: Any, h: Tensor | None, c: Tensor | None, *, hidden_size: int, direction: str = "forward", results: int, operator: str,
-    lengths: Any = None, peepholes: Any = None, **others: Any,
+    x: Tensor, weights: Any, h: Tensor | None, c: Tensor | None, *, hidden_size: int, direction: str = "forward", results: int,
+    operator: str, **others: Any,
 ) -> Any:  # fmt: skip
-    """Return the results of a recurrent layer; `weights` are PyTorch's parameters, those of a direction after those of the other."""
+    """Return the results of a recurrent layer; `weights` are PyTorch's parameters, one direction after the other."""
     directions = 2 if direction == "bidirectional" else 1
-    usual = not others.pop("activations", None) and (others.pop("linear_before_reset", 0) or operator != "GRU") and direction != "reverse"
-    if not isinstance(weights, list) or not usual or any(others.values()) or peepholes is not None or lengths is not None:
-        raise NotImplementedError("only PyTorch's form is read: no lengths, activations, peepholes, clip, layout, reverse")
+    same = others.pop("linear_before_reset", 0) == (operator == "GRU") and direction != "reverse"
+    if not same or any(others.values()):
+        raise NotImplementedError("only PyTorch's form is read: no activations, clip, layout, direction=reverse or linear_before_reset=0")
     states = [x.new_zeros(directions, x.shape[1], hidden_size) if each is None else each for each in (h, c)]
     if any(each.shape[1] != x.shape[1] for each in states):  # torch.lstm does not look
         raise RuntimeError("the initial states of a recurrent layer are of another batch size than its input")
@@ -282,14 +282,17 @@ def _reduction(function: Callable[..., Tensor], of_numbers: Callable[[Any], Any]
 
 reads("MatMul", weights=(0, 1))(lambda a, b: torch.matmul(a, b))
 reads("LayerNormalization", weights=(1, 2))(
-    lambda x, scale, bias=None, *, axis=-1, epsilon=1e-5, **_: F.layer_norm(x, list(x.shape[axis:]), scale, bias, epsilon)
+    lambda x, scale, bias=None, *, axis=-1, epsilon=1e-5, stash_type=1: F.layer_norm(x, list(x.shape[axis:]), scale, bias, epsilon)
 )
 reads("BatchNormalization", weights=(1, 2), statistics=(3, 4))(
-    lambda x, scale, bias, mean, var, *, epsilon=1e-5, **_: F.batch_norm(x, mean, var, scale, bias, False, 0.1, epsilon)
+    lambda x, scale, bias, mean, var, *, epsilon=1e-5, momentum=0.9, training_mode=0: F.batch_norm(
+        x, mean, var, scale, bias, bool(training_mode), 1 - momentum, epsilon
+    )
 )
 reads("InstanceNormalization", weights=(1, 2))(
     lambda x, scale, bias, epsilon=1e-5: F.instance_norm(x, None, None, scale, bias, eps=epsilon)
 )
+reads("Mod", elementwise=True)(lambda a, b, fmod=0: torch.fmod(a, b) if fmod else a % b)
 _SIMPLE: dict[str, Callable[..., Any]] = {
     "CastLike": lambda x, like: x.to(like.dtype),
     "LeakyRelu": lambda x, alpha=0.01: F.leaky_relu(x, alpha),
@@ -303,8 +306,8 @@ _SIMPLE: dict[str, Callable[..., Any]] = {
     "Einsum": lambda *tensors, equation: torch.einsum(equation, *tensors),
     "GlobalAveragePool": lambda x: x.mean(list(range(2, x.dim())), keepdim=True),
     "GlobalMaxPool": lambda x: x.amax(list(range(2, x.dim())), keepdim=True),
-    "ArgMax": lambda x, axis=0, keepdims=1, **_: torch.argmax(x, axis, bool(keepdims)),
-    "ArgMin": lambda x, axis=0, keepdims=1, **_: torch.argmin(x, axis, bool(keepdims)),
+    "ArgMax": lambda x, axis=0, keepdims=1, select_last_index=0: without(select_last_index, torch.argmax(x, axis, bool(keepdims))),
+    "ArgMin": lambda x, axis=0, keepdims=1, select_last_index=0: without(select_last_index, torch.argmin(x, axis, bool(keepdims))),
     "ReduceMean": _reduction(torch.mean), "ReduceSum": _reduction(torch.sum, sum), "ReduceProd": _reduction(_product, math.prod),
     "ReduceMax": _reduction(torch.amax, max), "ReduceMin": _reduction(torch.amin, min),
     "ReduceL1": _reduction(lambda x, axes, keep: x.abs().sum(axes, keep)),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.frontend.onnx_operators import FEW, Numbers, as_row, as_tensor, reads
+from fxquant.frontend.onnx_operators import FEW, Numbers, as_row, as_tensor, reads, without
 
 
 @reads("Shape")
@@ -94,10 +94,8 @@ def _gather(x: Any, indices: Any, axis: int = 0) -> Any:
 
 
 @reads("GatherND")
-def _gather_nd(x: Tensor, indices: Any, batch_dims: int = 0) -> Tensor:
-    if batch_dims:
-        raise NotImplementedError("batch_dims of GatherND is not read")
-    return x[as_tensor(indices, x).unbind(-1)]
+def _gather_nd(x: Tensor, indices: Any, batch_dims: int = 0) -> Any:
+    return without(batch_dims, x[as_tensor(indices, x).unbind(-1)])
 
 
 @reads("ConstantOfShape")
@@ -141,10 +139,11 @@ def _padded(x: Tensor, pads: Any, value: Any = None, axes: Any = None, *, mode: 
 @reads("Resize", "Upsample", numbers=(1, 2))
 def _resized(
     x: Tensor, roi: Any = None, scales: Any = None, sizes: Any = None, *, opset: int, mode: str = "nearest",
-    nearest_mode: str = "round_prefer_floor", coordinate_transformation_mode: str = "half_pixel", antialias: int = 0, **others: Any,
+    nearest_mode: str = "round_prefer_floor", coordinate_transformation_mode: str = "half_pixel", **others: Any,
 ) -> Tensor:  # fmt: skip
     if opset < 11:  # these had no roi, counted from the corner and rounded down
         scales, coordinate_transformation_mode, nearest_mode = roi if scales is None else scales, "asymmetric", "floor"
+    antialias = bool(others.pop("antialias", 0))
     spatial, place = x.dim() - 2, coordinate_transformation_mode
     factors, wanted = (None if each in (None, ()) else [*as_row(each)] for each in (scales, sizes))
     rest = [(name, value) for name, value in others.items() if value not in (0, None, "stretch") and name != "extrapolation_value"]
@@ -155,7 +154,7 @@ def _resized(
     if rest or not known or any(factor != 1 for factor in (factors or [])[:-spatial]):
         raise NotImplementedError(f"Resize is not read with {mode}, {place}, {nearest_mode}, scales={factors}, {rest}")
     kind = {"nearest": "nearest", "linear": ("linear", "bilinear", "trilinear")[spatial - 1], "cubic": "bicubic"}[mode]
-    how = {} if mode == "nearest" else {"align_corners": place == "align_corners", "antialias": bool(antialias)}
+    how = {} if mode == "nearest" else {"align_corners": place == "align_corners", "antialias": antialias}
     if wanted is not None:
         return F.interpolate(x, size=wanted[-spatial:], mode=kind, **how)
     return F.interpolate(x, scale_factor=[float(factor) for factor in (factors or [])[-spatial:]], mode=kind, **how)
@@ -181,7 +180,7 @@ _SIMPLE: dict[str, Callable[..., Any]] = {
     "GatherElements": lambda x, indices, axis=0: torch.gather(x, axis, _positive(x, indices, axis)),
     "ScatterElements": lambda x, indices, updates, axis=0: torch.scatter(x, axis, _positive(x, indices, axis), updates),
     "Trilu": lambda x, k=0, upper=1: (torch.triu if upper else torch.tril)(x, as_row(k)[0]),
-    "CumSum": lambda x, axis: torch.cumsum(x, as_row(axis)[0]),
+    "CumSum": lambda x, axis, exclusive=0, reverse=0: without(exclusive or reverse, torch.cumsum(x, as_row(axis)[0])),
 }
 for _name, _function in _SIMPLE.items():
     reads(_name)(_function)
