@@ -242,6 +242,7 @@ class _Reader:
             (x, *weights), (lengths, h, c, peepholes) = inputs[:4], inputs[4:]
             if any(isinstance(each, fx.Node) for each in weights) or lengths is not None or peepholes is not None:
                 raise NotImplementedError("only layers of constant weights are read, without lengths and peepholes")
+            h, c = (None if isinstance(each, _Constant) and not as_tensor(each.value).any() else each for each in (h, c))
             split = [by_direction(attributes["operator"], each.value, at // 2 + 1) for at, each in enumerate(weights) if each is not None]
             ordered = [part for direction in zip(*split, strict=True) for parts in direction for part in parts]
             parameters = [_Constant(part, f"{node.output[0]}_{at}", True) for at, part in enumerate(ordered)]

@@ -285,14 +285,14 @@ reads("LayerNormalization", weights=(1, 2))(
     lambda x, scale, bias=None, *, axis=-1, epsilon=1e-5, stash_type=1: F.layer_norm(x, list(x.shape[axis:]), scale, bias, epsilon)
 )
 reads("BatchNormalization", weights=(1, 2), statistics=(3, 4))(
-    lambda x, scale, bias, mean, var, *, epsilon=1e-5, momentum=0.9, training_mode=0: F.batch_norm(
-        x, mean, var, scale, bias, bool(training_mode), 1 - momentum, epsilon
+    lambda x, scale, bias, mean, var, *, epsilon=1e-5, momentum=0.9, training_mode=0, spatial=1: without(
+        training_mode or spatial != 1, F.batch_norm(x, mean, var, scale, bias, False, 0.1, epsilon)
     )
 )
 reads("InstanceNormalization", weights=(1, 2))(
     lambda x, scale, bias, epsilon=1e-5: F.instance_norm(x, None, None, scale, bias, eps=epsilon)
 )
-reads("Mod", elementwise=True)(lambda a, b, fmod=0: torch.fmod(a, b) if fmod else a % b)
+reads("Mod", elementwise=True)(lambda a, b, fmod=0: (torch.fmod if fmod else _elementwise(operator.mod, operator.mod))(a, b))
 _SIMPLE: dict[str, Callable[..., Any]] = {
     "CastLike": lambda x, like: x.to(like.dtype),
     "LeakyRelu": lambda x, alpha=0.01: F.leaky_relu(x, alpha),
