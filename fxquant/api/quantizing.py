@@ -93,5 +93,5 @@ def quantize(
     prepared = prepare(as_written, example, target, qconfig, observations=observations, options=options)
     every = itertools.chain([first], iterator)
     calibrate(prepared, every, num_batches, only_missing=observations is not None, options=options, show_progress=show_progress)
-    given: Any = model if isinstance(model, nn.Module | torch.export.ExportedProgram) else as_written
-    return Result(given, prepared, convert(prepared))
+    as_given: Any = model if isinstance(model, nn.Module | torch.export.ExportedProgram) else as_written
+    return Result(as_given, prepared, convert(prepared))

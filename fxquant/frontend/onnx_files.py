@@ -42,7 +42,7 @@ from fxquant.support import logger
 if TYPE_CHECKING:
     import onnx
 
-FloatModel: TypeAlias = "nn.Module | torch.export.ExportedProgram | str | os.PathLike[str] | onnx.ModelProto"  # what can be quantized
+FloatModel: TypeAlias = "nn.Module | torch.export.ExportedProgram | str | os.PathLike[str] | onnx.ModelProto"  # what is quantized
 _INPUTS = "fxquant.onnx_inputs"  # in `meta` of a module that was read: name, dtype and sizes of each input, None for a size without number
 _QUANTIZED = re.compile("QuantizeLinear|QLinear|Integer$|QGemm|QAttention|MatMulNBits")
 _BATCH = 2  # of example inputs, where the file has a name in place of the number
@@ -313,7 +313,7 @@ def _free_batch(module: fx.GraphModule) -> None:
                 for run in runs:
                     run.env[node] = run.run_node(node)
         pairs = list(zip(*(tree_leaves(run.env[node]) for run in runs), strict=True))
-        if all(isinstance(each, Tensor) and _begins_with(twice, each) for each, twice in pairs):
+        if all(isinstance(each, Tensor) and _begins_with(twice, each, len(once[0])) for each, twice in pairs):
             module.recompile()
             return
         because = "samples depend on each other"
@@ -324,10 +324,12 @@ def _free_batch(module: fx.GraphModule) -> None:
     logger.info("the batch size of the ONNX file is fixed: %s", because)
 
 
-def _begins_with(twice: Tensor, once: Tensor) -> bool:
-    """Return whether a tensor is larger than another in one dimension, and begins with it."""
+def _begins_with(twice: Tensor, once: Tensor, batch: int) -> bool:
+    """Return whether two tensors differ in the size of one dimension, that is the batch of the second, and the first begins with it."""
     differing = [dim for dim, (a, b) in enumerate(zip(once.shape, twice.shape, strict=True)) if a != b]
-    return len(differing) == 1 and torch.allclose(twice.narrow(differing[0], 0, once.shape[differing[0]]), once, 1e-3, 1e-4)
+    if len(differing) != 1 or once.shape[differing[0]] != batch:
+        return False
+    return torch.allclose(twice.narrow(differing[0], 0, batch), once, 1e-3, 1e-4)
 
 
 def _freed(shape: tuple[int, ...], once: torch.Size, twice: torch.Size) -> tuple[int, ...]:
@@ -336,5 +338,5 @@ def _freed(shape: tuple[int, ...], once: torch.Size, twice: torch.Size) -> tuple
     if -1 in sizes:
         sizes[sizes.index(-1)] = math.prod(once) // -math.prod(sizes)
     dim = next(dim for dim, (a, b) in enumerate(zip(once, twice, strict=True)) if a != b)
-    place = next((at for at, size in enumerate(sizes) if math.prod(sizes[:at]) == math.prod(once[:dim]) and size != 1), None)
+    place = next((at for at in range(len(sizes)) if math.prod(sizes[:at]) == math.prod(once[:dim])), None)
     return shape if place is None else (*sizes[:place], -1, *sizes[place + 1 :])

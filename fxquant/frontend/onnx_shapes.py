@@ -150,8 +150,8 @@ def _resized(
     rest = [pair for pair in rest if pair not in (("cubic_coeff_a", -0.75), ("axes", [*range(2, x.dim())]))]
     whole = factors is not None and all(float(factor).is_integer() for factor in factors)
     down = (place, nearest_mode) == ("asymmetric", "floor") or (whole and place != "asymmetric" and nearest_mode == "round_prefer_floor")
-    known = down if mode == "nearest" else place in ("half_pixel", "pytorch_half_pixel", "align_corners")
-    if rest or not known or any(factor != 1 for factor in (factors or [])[:-spatial]):
+    read = down if mode == "nearest" else place in ("half_pixel", "pytorch_half_pixel", "align_corners")
+    if rest or not read or any(factor != 1 for factor in (factors or [])[:-spatial]):
         raise NotImplementedError(f"Resize is not read with {mode}, {place}, {nearest_mode}, scales={factors}, {rest}")
     kind = {"nearest": "nearest", "linear": ("linear", "bilinear", "trilinear")[spatial - 1], "cubic": "bicubic"}[mode]
     how = {} if mode == "nearest" else {"align_corners": place == "align_corners", "antialias": antialias}

@@ -153,7 +153,7 @@ class Recurrent(nn.Module):
         return self.head(self.layer(x)[0])
 
 
-NETWORKS: dict[type[nn.Module], tuple[int, ...]] = {Residual: (2, 3, 8, 8), Attention: (2, 5, 16), Recurrent: (2, 7, 6)}
+NETWORKS: dict[type[nn.Module], tuple[int, ...]] = {Residual: (1, 3, 8, 8), Attention: (1, 5, 16), Recurrent: (2, 7, 6)}
 
 
 def exported(network: type[nn.Module], path: Path, opset: int = 17, **options: Any) -> tuple[str, Tensor]:
