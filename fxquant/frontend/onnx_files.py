@@ -94,7 +94,7 @@ def _drawn(declared: list[tuple[str, torch.dtype, list[int | None]]], seed: int)
 
 @dataclass
 class _Constant:
-    """A value that depends on no input of the file: a tensor, a number, or a tuple of these."""
+    """A value that depends on no input of the file: a tensor, a number, or a tuple."""
 
     value: Any
     name: str

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.frontend.onnx_operators import FEW, Numbers, as_row, as_tensor, reads, without
-
-
-@reads("Shape")
-def _shape(x: Any, start: int = 0, end: int | None = None) -> Numbers:
-    return (tuple(x.shape) if isinstance(x, Tensor) else (len(x),) if isinstance(x, tuple) else ())[start:end]
+from fxquant.frontend.onnx_operators import FEW, as_row, as_tensor, reads, without
 
 
 @reads("Reshape")
@@ -25,13 +20,6 @@ def reshape(x: Any, shape: Any, allowzero: int = 0) -> Any:
     if not isinstance(x, Tensor) and len(sizes) < 2:
         return as_row(x) if sizes else as_row(x)[0]
     return as_tensor(x).reshape([x.shape[dim] if size == 0 and not allowzero else size for dim, size in enumerate(sizes)])
-
-
-@reads("Squeeze")
-def _squeeze(x: Any, axes: Any = None) -> Any:
-    if not isinstance(x, Tensor):
-        return as_row(x)[0]
-    return x.squeeze() if axes is None else x.squeeze(list(as_row(axes)))
 
 
 @reads("Unsqueeze")
@@ -93,11 +81,6 @@ def _gather(x: Any, indices: Any, axis: int = 0) -> Any:
     return torch.index_select(x, axis, indices) if indices.dim() == 1 else x[(slice(None),) * (axis % x.dim()) + (indices,)]
 
 
-@reads("GatherND")
-def _gather_nd(x: Tensor, indices: Any, batch_dims: int = 0) -> Any:
-    return without(batch_dims, x[as_tensor(indices, x).unbind(-1)])
-
-
 @reads("ConstantOfShape")
 def _filled(shape: Any, value: float = 0.0) -> Any:
     sizes = as_row(shape)
@@ -153,17 +136,11 @@ def _resized(
     read = down if mode == "nearest" else place in ("half_pixel", "pytorch_half_pixel", "align_corners")
     if rest or not read or any(factor != 1 for factor in (factors or [])[:-spatial]):
         raise NotImplementedError(f"Resize is not read with {mode}, {place}, {nearest_mode}, scales={factors}, {rest}")
-    kind = {"nearest": "nearest", "linear": ("linear", "bilinear", "trilinear")[spatial - 1], "cubic": "bicubic"}[mode]
+    kind = {"nearest": mode, "linear": {1: mode, 2: "bilinear", 3: "trilinear"}[spatial], "cubic": "bicubic"}[mode]
     how = {} if mode == "nearest" else {"align_corners": place == "align_corners", "antialias": antialias}
     if wanted is not None:
         return F.interpolate(x, size=wanted[-spatial:], mode=kind, **how)
     return F.interpolate(x, scale_factor=[float(factor) for factor in (factors or [])[-spatial:]], mode=kind, **how)
-
-
-@reads("GridSample")
-def _sampled(x: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: int = 0) -> Tensor:
-    kind = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
-    return F.grid_sample(x, grid, mode=kind, padding_mode=padding_mode, align_corners=bool(align_corners))
 
 
 def _positive(x: Tensor, indices: Any, axis: int) -> Tensor:
@@ -173,12 +150,20 @@ def _positive(x: Tensor, indices: Any, axis: int) -> Tensor:
 
 reads("Range", numbers=(0, 1, 2))(lambda start, limit, delta: torch.arange(start, limit, delta))
 _SIMPLE: dict[str, Callable[..., Any]] = {
+    "Shape": lambda x, start=0, end=None: (tuple(x.shape) if isinstance(x, Tensor) else (len(x),) * isinstance(x, tuple))[start:end],
     "Size": lambda x: math.prod(x.shape) if isinstance(x, Tensor) else len(as_row(x)),
     "Transpose": lambda x, perm=None: x.permute(perm or [*reversed(range(x.dim()))]) if isinstance(x, Tensor) else x,
     "Flatten": lambda x, axis=1: torch.flatten(x, 1) if axis == 1 else x.reshape(math.prod(x.shape[:axis]), -1),
+    "Squeeze": lambda x, axes=None: (
+        as_row(x)[0] if not isinstance(x, Tensor) else x.squeeze() if axes is None else x.squeeze(list(as_row(axes)))
+    ),
     "Tile": lambda x, repeats: as_tensor(x).repeat(as_row(repeats)),
+    "GatherND": lambda x, indices, batch_dims=0: without(batch_dims, x[as_tensor(indices, x).unbind(-1)]),
     "GatherElements": lambda x, indices, axis=0: torch.gather(x, axis, _positive(x, indices, axis)),
     "ScatterElements": lambda x, indices, updates, axis=0: torch.scatter(x, axis, _positive(x, indices, axis), updates),
+    "GridSample": lambda x, grid, mode="bilinear", padding_mode="zeros", align_corners=0: F.grid_sample(
+        x, grid, {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode), padding_mode, bool(align_corners)
+    ),
     "Trilu": lambda x, k=0, upper=1: (torch.triu if upper else torch.tril)(x, as_row(k)[0]),
     "CumSum": lambda x, axis, exclusive=0, reverse=0: without(exclusive or reverse, torch.cumsum(x, as_row(axis)[0])),
 }
