@@ -173,8 +173,10 @@ class _Reader:
             self.values[node.output[0]] = results
             return
         for index, name in enumerate(node.output):
-            part = isinstance(results, fx.Node) and self.graph.call_function(operator.getitem, (results, index))
-            self.values[name] = part or _Constant(results.value[index], name)
+            if isinstance(results, fx.Node):
+                self.values[name] = self.graph.call_function(operator.getitem, (results, index))
+            else:
+                self.values[name] = _Constant(results.value[index], name)
 
     def _attribute(self, node: Any, attribute: Any) -> Any:
         from onnx import helper

@@ -148,7 +148,9 @@ for _name, (_of_tensors, _of_numbers) in (
 def _cast(x: Any, to: torch.dtype, saturate: int = 1) -> Any:
     if isinstance(x, Tensor):
         return x.to(to)
-    return _by_element(float if to.is_floating_point else bool if to is torch.bool else int, x)
+    if to.is_floating_point or to is torch.bool:
+        return _by_element(lambda number: number * 1.0 if to.is_floating_point else number != 0, x)
+    return _by_element(math.trunc, x)  # int() would make a size that varies a constant
 
 
 @reads("Clip", numbers=(1, 2))

@@ -162,7 +162,7 @@ _SIMPLE: dict[str, Callable[..., Any]] = {
     "GatherElements": lambda x, indices, axis=0: torch.gather(x, axis, _positive(x, indices, axis)),
     "ScatterElements": lambda x, indices, updates, axis=0: torch.scatter(x, axis, _positive(x, indices, axis), updates),
     "GridSample": lambda x, grid, mode="bilinear", padding_mode="zeros", align_corners=0: F.grid_sample(
-        x, grid, {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode), padding_mode, bool(align_corners)
+        x, grid, str({"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)), padding_mode, bool(align_corners)
     ),
     "Trilu": lambda x, k=0, upper=1: (torch.triu if upper else torch.tril)(x, as_row(k)[0]),
     "CumSum": lambda x, axis, exclusive=0, reverse=0: without(exclusive or reverse, torch.cumsum(x, as_row(axis)[0])),

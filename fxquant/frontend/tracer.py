@@ -268,7 +268,7 @@ def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
     except FxQuantError:
         raise
     except Exception as error:
-        where = source_of_error(error, _run.__code__)
+        where = handler.line or source_of_error(error, _run.__code__)
         if raised_in(error, "torch/_functorch/"):
             raise TraceError(
                 "a transform of torch.func cannot be traced here",
