@@ -74,8 +74,9 @@ def transform_of(name: str, model: nn.Module) -> Callable[[Any], Any] | None:
 def model_named(name: str) -> nn.Module:
     """Return the model of a name like package.module:factory?key=value, or of the path of an ONNX file, in eval mode.
 
-    Modules are imported from the current folder, too. The factory is a class of modules or a function, which is called with the keywords behind the question mark, or a module. The model of
-    a hub is pretrained, unless `timm:NAME?pretrained=False` or `torchvision:NAME?weights=None` says otherwise.
+    Modules are imported from the current folder, too. The factory is a class of modules or a function, which is called with the keywords
+    behind the question mark, or a module. The model of a hub is pretrained, unless `timm:NAME?pretrained=False` or
+    `torchvision:NAME?weights=None` says otherwise.
     Raises ConfigurationError, with the line of the user's code, if it cannot be imported, raises, or returns something else.
     """
     if name.endswith(".onnx"):

@@ -208,3 +208,15 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, capsys: pytest.C
     proto.graph.input[0].type.tensor_type.shape.dim[2].dim_param = "height"
     assert "no numbers for all sizes of its input in_0: 2, 4, ?, 6" in refusal(proto)
     assert "--shape" in called(capsys, "check", "torch.nn:ReLU")[2]
+
+
+def test_sizes_that_are_converted_stay_sizes() -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]), helper.make_node("Cast", ["shape"], ["real"], to=TensorProto.FLOAT),
+        helper.make_node("Cast", ["real"], ["whole"], to=TensorProto.INT64), helper.make_node("Slice", ["whole", "zero", "one"], ["batch"]),
+        helper.make_node("Concat", ["batch", "rest"], ["sizes"], axis=0), helper.make_node("Reshape", ["x", "sizes"], ["y"]),
+    ]  # fmt: skip
+    constants = [numpy_helper.from_array(np.array([value]), name) for name, value in (("zero", 0), ("one", 1), ("rest", 12))]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", *sizes]) for name, sizes in (("x", [3, 4]), ("y", [12]))]
+    traced = fxq.trace(helper.make_model(helper.make_graph(nodes, "sizes", ends[:1], ends[1:], constants)))
+    assert traced(torch.ones(5, 3, 4)).shape == (5, 12)
