@@ -24,7 +24,7 @@ from fxquant.support.progress import working
 
 FORM = "package.module:factory"
 HUB_FORMS = "timm:NAME, torchvision:NAME or hf:NAME"
-REMEDY = f"name a class of modules, a function that returns a module, or a module, as {FORM}, a pretrained model as {HUB_FORMS}, or an .onnx file"
+REMEDY = f"name a class of modules, a function that returns a module, or a module, as {FORM}; a model as {HUB_FORMS}; or an .onnx file"
 
 
 @dataclass(frozen=True)
