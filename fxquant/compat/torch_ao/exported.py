@@ -127,7 +127,7 @@ def _prepared(called: str, model: Any, quantizer: Any, target: str | None, train
         mapping, shared = annotations_mapping(quantizer, program, inputs, options, train)
     else:
         raise unknown("quantizer", quantizer, "X86InductorQuantizer, XNNPACKQuantizer, BpuQuantizer, or an object with `annotate`")
-    prepared = fxq.prepare(program, inputs, target or "x86", mapping, options=options)  # type: ignore[arg-type]
+    prepared = fxq.prepare(program, inputs, target or "x86", mapping, options=options)
     report_unshared(called, prepared, shared)
     return prepared
 
