@@ -174,7 +174,7 @@ def rounded(steps: Tensor, size: Tensor, low: int, high: int) -> Rounded | None:
     the last dimension.
     """
     axes = [dim - size.dim() for dim, count in enumerate(size.shape) if count > 1]
-    if len(axes) > 1:
+    if len(axes) > 1 or low == high:  # one result has no steps
         return None
     axis = axes[0] if axes else None
     divides = axis != -1
