@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import reduce
 from typing import Any
 
 import torch
@@ -249,17 +251,15 @@ def weight_scale(weight: Tensor, axis: int | None, dtype: IntType) -> Tensor:
     return scale_from_range(-largest, largest, dtype)
 
 
-def least_error_scale(
-    weight: Tensor, axis: int | None, dtype: IntType, candidates: int = 24, p: float = 2.0, power_of_two: bool = False
-) -> Tensor:
+def least_error_scale(weight: Tensor, axis: int | None, dtype: IntType, p: float = 2.0, power_of_two: bool = False) -> Tensor:
     """Return the scale with which the weight's integers have the least Σ |error|^p, per index of `axis` (or one), float32, shape (C,).
 
-    The candidates are evenly spaced fractions of `weight_scale`, from that down to a quarter of it; of powers of two, that scale
+    The 24 candidates are evenly spaced fractions of `weight_scale`, from that down to a quarter of it; of powers of two, that scale
     rounded up, its half and its quarter.
     """
     largest = weight_scale(weight, axis, dtype)
     flat = weight.detach().reshape(1, -1) if axis is None else weight.detach().movedim(axis, 0).flatten(1)
-    fractions = [1 - 0.75 * step / candidates for step in range(candidates)]
+    fractions = [1 - 0.75 * step / 24 for step in range(24)]
     if power_of_two:
         largest, fractions = round_up_to_power_of_two(largest), [1.0, 0.5, 0.25]
     best, least = largest, torch.full_like(largest, math.inf)
@@ -426,12 +426,9 @@ class Ratio:
         numbers = self.numbers()
         if numbers is not None and all(numbers[1]):
             return torch.tensor(_quotient(*numbers), dtype=torch.float64, device="cpu")
-        value = torch.ones((), dtype=torch.float64, device=self.numerators[0].device)
-        for factor in self.numerators:
-            value = value * factor.double()
-        for factor in self.denominators:
-            value = value / factor.double()
-        return value
+        one = torch.ones((), dtype=torch.float64, device=self.numerators[0].device)
+        above, below = (map(Tensor.double, factors) for factors in (self.numerators, self.denominators))
+        return reduce(torch.div, below, reduce(torch.mul, above, one))
 
     def exact(self) -> list[Fraction]:
         """Return the ratio of every element, in order of the broadcast shape, as exact fractions. Slow."""
@@ -493,12 +490,7 @@ def _nearest(value: Fraction, halves_up: bool) -> int:
 
 def _quotient(numerators: list[float], denominators: list[float]) -> float:
     """Compute `Ratio.approximate` on Python numbers: the same operations in the same order."""
-    value = 1.0
-    for factor in numerators:
-        value *= factor
-    for factor in denominators:
-        value /= factor
-    return value
+    return reduce(operator.truediv, denominators, math.prod(numerators, start=1.0))
 
 
 def _mantissa(
@@ -545,6 +537,12 @@ class FixedWidths:
         """Return (M, k), int64, that bring an operand to a common scale: ⌊q · M / 2^k⌋, with k of 31 at most."""
         return ratio.mantissa(self.multiplier_bits, largest_exponent=31)
 
+    def limited(self, shift: Tensor, multiplier: Tensor, right_shift: Tensor) -> FixedRequantization:
+        """Return these shifts and multiplier; where the last shift is below 1, the largest multiplier, and 1."""
+        overflow = right_shift < 1  # every accumulator but 0 saturates
+        multiplier = torch.where(overflow, 2**self.multiplier_bits - 1, multiplier)
+        return FixedRequantization(shift.int(), multiplier.int(), right_shift.clamp_min(1).int())
+
 
 @dataclass(frozen=True)
 class MeasuredWidths(FixedWidths):
@@ -571,7 +569,7 @@ class MeasuredWidths(FixedWidths):
         """
         if accumulator_bits <= 16:  # a quantized tensor is multiplied without a first shift
             multiplier, k = ratio.mantissa(self.multiplier_bits, largest_exponent=31, carries=False)
-            return self._limited(torch.zeros_like(k), multiplier, k)
+            return self.limited(torch.zeros_like(k), multiplier, k)
         first = max(self.largest_first_shift, accumulator_bits - 17)
         multiplier, k = ratio.mantissa(self.multiplier_bits, largest_exponent=first + self.largest_shift, carries=False)
         last = torch.full_like(k, self.largest_shift)
@@ -581,12 +579,7 @@ class MeasuredWidths(FixedWidths):
         right_shift = torch.minimum(k, last)
         if wide:
             right_shift = torch.minimum(right_shift, (k - self.wide_first_shift).clamp_min(1))
-        return self._limited(k - right_shift, multiplier, right_shift)
-
-    def _limited(self, shift: Tensor, multiplier: Tensor, right_shift: Tensor) -> FixedRequantization:
-        overflow = right_shift < 1  # every accumulator but 0 saturates
-        multiplier = torch.where(overflow, 2**self.multiplier_bits - 1, multiplier)
-        return FixedRequantization(shift.int(), multiplier.int(), torch.where(overflow, 1, right_shift).int())
+        return self.limited(k - right_shift, multiplier, right_shift)
 
 
 @dataclass(frozen=True)
@@ -626,13 +619,8 @@ def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, acc
     else:
         shift = torch.zeros_like(k)
     right_shift = k - shift
-    overflow = right_shift < 1
-    multiplier = torch.where(overflow, 2**bits - 1, multiplier)
-    right_shift = torch.where(overflow, 1, right_shift)
     underflow = right_shift > widths.largest_shift  # only where the first shift met its limit: the product rounds to 0
-    multiplier = torch.where(underflow, 0, multiplier)
-    right_shift = torch.where(underflow, widths.largest_shift, right_shift)
-    return FixedRequantization(shift.int(), multiplier.int(), right_shift.int())
+    return widths.limited(shift, torch.where(underflow, 0, multiplier), right_shift.clamp_max(widths.largest_shift))
 
 
 def _fixed_of_numbers(multiplier: int, k: int, widths: FixedWidths, output: IntType, shifted_bits: int) -> FixedRequantization:

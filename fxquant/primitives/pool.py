@@ -9,20 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.primitives.accumulate import onnx_split, window_padding
-from fxquant.primitives.record import (
-    FLOAT64_EXACT,
-    Emitter,
-    Range,
-    Role,
-    Value,
-    ZeroPoint,
-    constant_of,
-    exact_below,
-    need,
-    primitive,
-    stored,
-    within,
-)
+from fxquant.primitives.record import Emitter, Range, Role, Value, ZeroPoint, constant_of, exact_below, need, primitive, stored, within
 from fxquant.primitives.steps import Op, over_rows
 
 POOLED_EXACT = 2**22  # sums over windows stay below, so that ONNX can recover them from a float32 mean
@@ -102,7 +89,7 @@ def _onnx_sum_pool(
 def _bounds_sum_pool(input: Value, kernel: list[int], stride: list[int], begin: list[int], end: list[int], wide: bool = False) -> Range:
     terms = math.prod(kernel)
     need(terms * 2**7 < POOLED_EXACT, f"its windows have {terms} elements")
-    return within(terms * input.largest, FLOAT64_EXACT if wide else POOLED_EXACT)
+    return within(terms * input.largest, exact_below(wide) if wide else POOLED_EXACT)
 
 
 @primitive(_onnx_sum_pool, bounds=_bounds_sum_pool, kind="accumulator", chip_bits=8, role=Role.SUM, casts=True, layout="windows")

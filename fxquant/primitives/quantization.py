@@ -223,16 +223,14 @@ def _is_right(steps: Tensor, by: Tensor, add: Tensor, low: int, high: int, divid
     return (right & (zero.round() >= 0) if low == 0 else right).all(1)
 
 
-def onnx_constants(e: Emitter, how: Rounded, dtype: torch.dtype, zero_point: int = 0) -> list[str]:
+def onnx_constants(e: Emitter, how: Rounded, dtype: torch.dtype) -> list[str]:
     """Return the constants that `onnx_rounded` reads besides the value; as operands of a function, they let layers share it."""
-    zeros = torch.full(how.by.shape if how.divides else (), zero_point, dtype=dtype, device="cpu")
+    zeros = torch.full(how.by.shape if how.divides else (), 0, dtype=dtype, device="cpu")
     return [e.constant(constant) for constant in (how.by, zeros, how.add) if constant is not None]
 
 
-def onnx_rounded(
-    e: Emitter, value: str, how: Rounded, constants: Sequence[str], low: int, high: int, dtype: torch.dtype, zero_point: int = 0
-) -> str:
-    """Emit clip(round_half_even(value · f or value / d), low, high) + zero_point, stored as `dtype`; `value` is float32."""
+def onnx_rounded(e: Emitter, value: str, how: Rounded, constants: Sequence[str], low: int, high: int, dtype: torch.dtype) -> str:
+    """Emit clip(round_half_even(value · f or value / d), low, high), stored as `dtype`; `value` is float32."""
     by, zeros, *add = constants
     value = e.node("Add", value, *add) if add else value
     if how.divides:
@@ -240,7 +238,7 @@ def onnx_rounded(
         stored = e.node("QuantizeLinear", value, by, zeros, **axis)
     else:
         stored = e.node("QuantizeLinear", e.node("Mul", value, by), e.constant(1.0), zeros)
-    return clipped(e, stored, low + zero_point, high + zero_point, dtype)
+    return clipped(e, stored, low, high, dtype)
 
 
 # ---- the arithmetics of requantization, and the primitives of accumulators -------------------------------------------

@@ -28,12 +28,8 @@ def _sizes(e: Emitter, sizes: list[int | str]) -> str:
     return e.node("Concat", *(e.node("Reshape", size, one) if isinstance(size, str) else e.constant([size]) for size in sizes), axis=0)
 
 
-def _bounds_moved(input: Value, *_: Any, **__: Any) -> Range:
-    return Range(input.low.min(), input.high.max(), input.exact)
-
-
 _MOVEMENT: dict[str, Any] = {"role": Role.MOVEMENT, "zero_point": ZeroPoint.EQUIVARIANT}
-_MOVED = {"bounds": _bounds_moved, **_MOVEMENT}
+_MOVED = {"bounds": lambda input, *_, **__: Range(input.low.min(), input.high.max(), input.exact), **_MOVEMENT}
 
 
 @primitive(lambda e, input, shape: e.node("Reshape", named(e, input), _sizes(e, shape)), view=True, **_MOVED)

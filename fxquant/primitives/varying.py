@@ -8,6 +8,7 @@ over the new size, or one over a given factor; with `align_corners` at i (length
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -37,15 +38,11 @@ def add_counted(input: Tensor, count: int, table: Tensor) -> Tensor:
     return input + table[count].to(input.dtype)
 
 
-def _onnx_fixed(e: Emitter, accumulator: str, count: str, *constants: Any) -> str:
-    return quantization.onnx_general_fixed(e, accumulator, *(*constants, _row(e, count)))
-
-
-def _bounds_fixed(count: Any, **arguments: Any) -> Range:
-    return quantization.requantized_range(**arguments)
-
-
-@primitive(_onnx_fixed, bounds=_bounds_fixed, counts=quantization.requantize_fixed)
+@primitive(
+    lambda e, accumulator, count, *constants: quantization.onnx_general_fixed(e, accumulator, *(*constants, _row(e, count))),
+    bounds=lambda count, **arguments: quantization.requantized_range(**arguments),
+    counts=quantization.requantize_fixed,
+)
 def requantize_fixed_counted(
     accumulator: Tensor, count: int, shift: Tensor, multiplier: Tensor, right_shift: Tensor, intermediate_bits: int, rounding: str,
     low: int, high: int, dtype: torch.dtype,
@@ -55,17 +52,15 @@ def requantize_fixed_counted(
     return quantization.requantize_fixed(accumulator, shift[count], multiplier[count], right_shift[count], *rest)
 
 
-def _onnx_real(
-    e: Emitter, accumulator: str, count: str, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0
-) -> str:
-    return quantization.onnx_general_real(e, accumulator, multiplier, low, high, dtype, zero_point, placed=_row(e, count))
-
-
-def _bounds_real(count: Any, accumulator: Value, multiplier: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Range:
-    return quantization.real_range(accumulator, multiplier, low, high, dtype, zero_point)
-
-
-@primitive(_onnx_real, bounds=_bounds_real, counts=quantization.requantize_real)
+@primitive(
+    lambda e, accumulator, count, multiplier, low, high, dtype, zero_point=0: quantization.onnx_general_real(
+        e, accumulator, multiplier, low, high, dtype, zero_point, placed=_row(e, count)
+    ),
+    bounds=lambda count, accumulator, multiplier, low, high, dtype, zero_point=0: quantization.real_range(
+        accumulator, multiplier, low, high, dtype, zero_point
+    ),
+    counts=quantization.requantize_real,
+)
 def requantize_real_counted(
     accumulator: Tensor, count: int, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0
 ) -> Tensor:
@@ -117,23 +112,10 @@ class _Ints:
         names = (self.name, ints(self.e, other).name)
         return _Ints(self.e, self.e.node(operator, *(names[::-1] if swapped else names)))
 
-    def __add__(self, other: Any) -> "_Ints":
-        return self._with("Add", other)
-
-    def __sub__(self, other: Any) -> "_Ints":
-        return self._with("Sub", other)
-
-    def __rsub__(self, other: Any) -> "_Ints":
-        return self._with("Sub", other, swapped=True)
-
-    def __mul__(self, other: Any) -> "_Ints":
-        return self._with("Mul", other)
-
-    def __floordiv__(self, other: Any) -> "_Ints":  # of numbers that are not negative
-        return self._with("Div", other)
-
-    def __mod__(self, other: Any) -> "_Ints":
-        return self._with("Mod", other)
+    __add__, __mul__, __sub__ = partialmethod(_with, "Add"), partialmethod(_with, "Mul"), partialmethod(_with, "Sub")
+    __rsub__ = partialmethod(_with, "Sub", swapped=True)
+    __floordiv__, __mod__ = partialmethod(_with, "Div"), partialmethod(_with, "Mod")  # of numbers that are not negative
+    clamp_min, clamp_max = partialmethod(_with, "Max"), partialmethod(_with, "Min")
 
     def chosen(self, condition: str, other: Any) -> "_Ints":
         """Return these numbers where the condition holds, else the others."""
@@ -141,15 +123,11 @@ class _Ints:
 
 
 def _at_least(value: Any, limit: int) -> Any:
-    if isinstance(value, _Ints):
-        return value._with("Max", limit)
-    return value.clamp_min(limit) if isinstance(value, Tensor) else max(value, limit)
+    return max(value, limit) if isinstance(value, int) else value.clamp_min(limit)
 
 
 def _at_most(value: Any, limit: Any) -> Any:
-    if isinstance(value, _Ints):
-        return value._with("Min", limit)
-    return value.clamp_max(limit) if isinstance(value, Tensor) else min(value, limit)
+    return min(value, limit) if isinstance(value, int) else value.clamp_max(limit)
 
 
 def ints(e: Emitter, value: Any) -> _Ints:

@@ -17,16 +17,12 @@ ANY = Range(-(2.0**63), 2.0**63)
 DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)  # of integers without a grid
 
 
-def _quotient(input: Tensor, other: Tensor) -> Tensor:
-    return torch.div(input - torch.remainder(input, other), other, rounding_mode="trunc")
-
-
 # The operations of `joined`, with ONNX's operators where these are alike.
 JOINED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "add": (torch.add, "Add"),
     "subtract": (torch.sub, "Sub"),
     "multiply": (torch.mul, "Mul"),
-    "quotient": (_quotient, ""),
+    "quotient": (lambda input, other: torch.div(input - torch.remainder(input, other), other, rounding_mode="trunc"), ""),
     "remainder": (torch.remainder, "Mod"),
     "larger": (torch.maximum, ""),
     "smaller": (torch.minimum, ""),
@@ -139,11 +135,11 @@ def truncated(input: Tensor, scale: Tensor, margin: Tensor) -> Tensor:
     return (number * scale + torch.sign(number) * margin).to(torch.int64)
 
 
-def _onnx_chosen(e: Emitter, input: str | Tensor, other: str | Tensor, condition: str | Tensor) -> str:
-    return e.node("Where", named(e, condition), _whole(e, input), _whole(e, other))
-
-
-@primitive(_onnx_chosen, bounds=lambda **_: ANY, kind="plain")
+@primitive(
+    lambda e, input, other, condition: e.node("Where", named(e, condition), _whole(e, input), _whole(e, other)),
+    bounds=lambda **_: ANY,
+    kind="plain",
+)
 def chosen(input: Tensor, other: Tensor, condition: Tensor) -> Tensor:
     """Return the integer of `input` where the condition (bool) holds, else that of `other`: int64."""
     return torch.where(condition, input, other)
