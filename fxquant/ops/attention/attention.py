@@ -5,7 +5,6 @@
 The scale is part of the table of the exponential, unless a mask adds a bias to the scores that it keeps.
 """
 
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from fxquant.ops.attention.softmax import (
     with_empty_rows,
 )
 from fxquant.ops.core import OPERATORS, WIDE, Builder, TensorFact, composite, fact, is_parameter, taking
+from fxquant.ops.core.declare import bound
 from fxquant.ops.core.record import Parameter, calls
 from fxquant.ops.core.samples import ATTENDED, HEADS, sampled
 from fxquant.ops.elementwise.activation import dropout
@@ -261,9 +261,7 @@ def _heads_module(module: Any) -> dict[str, Any] | str:
 
 def _heads_function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
     """F.multi_head_attention_forward, which the module calls."""
-    bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
-    bound.apply_defaults()
-    arguments = bound.arguments
+    arguments = bound(F.multi_head_attention_forward, *args, **kwargs)
     if arguments["training"] and arguments["dropout_p"]:
         return "it drops elements at random"
     if arguments["static_k"] is not None or arguments["static_v"] is not None:

@@ -168,8 +168,6 @@ def taking(takes: str, canonical: Collection[str]) -> Adapt:
 
 def first_reason(*guards: Guard) -> Guard:
     """Return the guard that gives the first reason of several."""
-    if len(guards) == 1:
-        return guards[0]
     return lambda node, arguments: next((reason for guard in guards if (reason := guard(node, arguments)) is not None), None)
 
 

@@ -31,11 +31,6 @@ def lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float =
     return _lower_sum(lowering, {"input": (input, 1), "other": (other, alpha)}, clamp)
 
 
-def lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
-    """Lower input - alpha · other."""
-    return _lower_sum(lowering, {"input": (input, 1), "other": (other, -alpha)}, clamp)
-
-
 def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clamp: Clamp | None) -> Quantized:
     """Add the activations on a common scale, and a constant in whole steps of it, and requantize once."""
     terms = {role: grids.to_float32(term) for role, term in terms.items()}

@@ -19,7 +19,7 @@ from fxquant.numerics.grids import to_float32
 from fxquant.ops.core import FLOAT32_EXACT, OPERATORS, WIDE, Builder, Call, Clamp, Instead, Ratio, TensorFact, Trait, clamped, fact
 from fxquant.ops.core.declare import composite, is_finite, is_tensor, lowered, meets, needs
 from fxquant.ops.core.samples import ALIGNED, POSITIVE, sample, sampled
-from fxquant.ops.core.sums import Operand, lower_add, lower_sub
+from fxquant.ops.core.sums import Operand, lower_add
 from fxquant.ops.core.weighted import Product, lower_uniform, lower_weighted, per_channel
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.comparison import where
@@ -67,14 +67,6 @@ def _channels_of(input: Operand, other: Operand) -> tuple[Quantized, Tensor, int
             if trailing < len(tensor.shape) - 1 and constant.numel() == constant.shape[-1 - trailing] == tensor.shape[-1 - trailing]:
                 return tensor, constant, trailing
     return None
-
-
-def _add(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
-    return limited(torch.add(input, other, alpha=alpha) if isinstance(input, Tensor) else input + alpha * other, clamp)
-
-
-def _sub(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
-    return limited(torch.sub(input, other, alpha=alpha) if isinstance(input, Tensor) else input - alpha * other, clamp)
 
 
 def _is_layer(lowering: Lowering, input: Operand, other: Operand, alpha: float) -> bool:
@@ -154,7 +146,9 @@ def _lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float 
 add = lowered(
     *(operator.add, operator.iadd, "__add__", "__radd__", "__iadd__"),
     name="add",
-    function=_add,
+    function=lambda input, other, alpha=1, *, clamp=None: limited(
+        torch.add(input, other, alpha=alpha) if isinstance(input, Tensor) else input + alpha * other, clamp
+    ),
     operands=("input", "other"),
     idle=lambda arguments: _is(arguments["input"], 0) or _is(arguments["other"], 0),
     onnx=_onnx_add,
@@ -166,7 +160,9 @@ add = lowered(
 @lowered(
     *("subtract", operator.sub, operator.isub, "__sub__", "__isub__"),
     calls={torch.rsub: lambda input, other, alpha=1: {"input": other, "other": input, "alpha": alpha}},
-    function=_sub,
+    function=lambda input, other, alpha=1, *, clamp=None: limited(
+        torch.sub(input, other, alpha=alpha) if isinstance(input, Tensor) else input - alpha * other, clamp
+    ),
     operands=("input", "other"),
     idle=lambda arguments: _is(arguments["other"], 0),
     onnx=_onnx_sub,
@@ -177,10 +173,6 @@ add = lowered(
 @sampled("torch.rsub(x, y, alpha=0.4)", "torch.rsub(x, 0.8)", "1 - x", "{P(6, 6)} - x", within=ALIGNED)
 def sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
     """Compute input - alpha · other, and a fused clamp."""
-    if isinstance(input, Quantized) and isinstance(other, Quantized) and _is_layer(lowering, input, other, -alpha):
-        return _lower_add(lowering, input, other, -alpha, clamp=clamp)
-    if isinstance(input, Quantized) and isinstance(other, Quantized | Tensor):
-        return lower_sub(lowering, input, other, alpha, clamp=clamp)
     return _lower_add(lowering, input, other, -alpha, clamp=clamp)
 
 

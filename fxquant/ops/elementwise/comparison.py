@@ -282,13 +282,8 @@ def _refuses_amax(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if bounded else "it reduces the batch, whose size is not fixed"
 
 
-def _axes(c: Call) -> list[int] | None:
-    dims = c["dim"]
-    return (list(dims) if isinstance(dims, list | tuple) else [dims]) or None
-
-
 def _onnx_extremum(c: Call, operator: str, opposite: str) -> str:
-    axes = _axes(c)
+    axes = (list(c["dim"]) if isinstance(c["dim"], list | tuple) else [c["dim"]]) or None
     if c.e.opset >= 12 or c.by_layers:
         return c.reduced(operator, c.input, axes, c["keepdim"])
     # onnxruntime would make one operator on int8 of the three, which that opset does not have.

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,10 +51,6 @@ def _lower_leaky_relu(lowering: Lowering, input: Quantized, negative_slope: floa
 
 def _hardsigmoid(x: float) -> float:
     return min(max(x + 3, 0), 6) / 6
-
-
-def _power(x: float, exponent: float) -> float:
-    return math.nan if x < 0 and exponent != int(exponent) else math.inf if x == 0 and exponent < 0 else x**exponent
 
 
 LARGEST_SOFTPLUS = 20.0  # beyond it, softplus equals its argument in float32
@@ -200,7 +197,7 @@ def raised(input: Any, exponent: Any) -> dict[str, Any] | Instead:
 unary(
     "pow",
     torch.pow,
-    _power,
+    lambda x, exponent: math.nan if x < 0 and exponent != int(exponent) else math.inf if x == 0 and exponent < 0 else x**exponent,
     exponent=2.0,
     integers=alike("pow"),
     samples=(
@@ -217,13 +214,6 @@ unary(
 def _shaped(slopes: Tensor, input: Quantized) -> Tensor:
     """Return one slope, or one per channel, in a shape that broadcasts to the operand."""
     return slopes.reshape(-1, *[1] * (len(input.shape) - 2)) if slopes.numel() > 1 else slopes.reshape(())
-
-
-def _by_whole_slope(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp | None) -> Quantized:
-    slopes = _shaped(weight.detach(), input)
-    return lowering.result(
-        lambda: by_whole_slope(lowering, input, slopes, clamp, added=True), lambda: prelu(input.real(), weight, clamp=clamp)
-    )
 
 
 def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp | None) -> Quantized:
@@ -287,7 +277,8 @@ def prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp: Clamp 
     if not bool(torch.isfinite(weight).all()):
         raise lowering.not_finite()
     if lowering.arithmetic.slope_bits and input.dtype.bits <= 8:
-        return _by_whole_slope(lowering, input, weight, clamp)
+        whole = partial(by_whole_slope, lowering, input, _shaped(weight.detach(), input), clamp, added=True)
+        return lowering.result(whole, lambda: prelu(input.real(), weight, clamp=clamp))
     if lowering.arithmetic.multiplies_by_layers:
         return _by_sign(lowering, input, weight, clamp)
     steepest = float(weight.detach().abs().max())

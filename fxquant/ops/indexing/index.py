@@ -54,10 +54,6 @@ def _aten(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: 
     return {"input": indices, "weight": weight, "padding_idx": padding, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
 
 
-def _rows(input: Tensor, weight: Tensor, padding_idx: int | None = None, scale_grad_by_freq: bool = False, sparse: bool = False) -> Tensor:
-    return F.embedding(input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
-
-
 def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     """Return why rows of its table cannot be taken as integers."""
     weight, indices = arguments["weight"], fact(arguments["input"])
@@ -70,7 +66,9 @@ def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @lowered(
-    function=_rows,
+    function=lambda input, weight, padding_idx=None, scale_grad_by_freq=False, sparse=False: F.embedding(
+        input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
+    ),
     adapt=_function,
     calls={torch.embedding: _aten},
     modules={nn.Embedding: lambda module: CHANGES if module.max_norm is not None else settings_of(("weight", *FOR_GRADIENTS))(module)},
@@ -481,10 +479,6 @@ def _bag_function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
 _bag_settings = settings_of(("weight", "mode", "sparse"))
 
 
-def _bag_module(module: nn.EmbeddingBag) -> dict[str, Any] | str | Instead:
-    return _why_no_bags(*(getattr(module, name) for name in WHY)) or _bag_settings(module)
-
-
 def _refuses_bags(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     input_fact = fact(arguments["input"])
     if not isinstance(input_fact, TensorFact) or not isinstance(input_fact.shape[-1], int):
@@ -499,7 +493,7 @@ def _refuses_bags(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     ),
     by_name=False,
     calls={F.embedding_bag: _bag_function},
-    modules={nn.EmbeddingBag: _bag_module},
+    modules={nn.EmbeddingBag: lambda module: _why_no_bags(*(getattr(module, name) for name in WHY)) or _bag_settings(module)},
     reads=("input",),
     refuses=(_refuses_bags, refuses_embedding),
 )

@@ -386,10 +386,6 @@ def _added(equation: str, *names: str) -> Any:
     return lambda input, *args, **kwargs: adapt(input, *args, *(kwargs.pop(name) for name in names[len(args) :]), **kwargs)
 
 
-def _refuses_added(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return _refuses(node, {"equation": arguments["equation"], "operands": [arguments["one"], arguments["other"]]})
-
-
 @composite(
     function=sums.added_product,
     operands=("input", "one", "other"),
@@ -399,7 +395,10 @@ def _refuses_added(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         **function_and_method(_added("bij,bjk->bik", "batch1", "batch2"), "baddbmm"),
         **function_and_method(_added("bij,bjk->ik", "batch1", "batch2"), "addbmm"),
     },
-    refuses=(nodes("one", "other", because="one of its operands is not a tensor"), _refuses_added),
+    refuses=(
+        nodes("one", "other", because="one of its operands is not a tensor"),
+        lambda node, arguments: _refuses(node, {"equation": arguments["equation"], "operands": [arguments["one"], arguments["other"]]}),
+    ),
 )
 @sampled("addmv(x[:, 0], x, {P(3, 8)}[1], alpha=0.5)", "addr(x, x[:, 0], {P(3, 8)}[1])", within=HEADS, x=(8,))
 @sampled("addbmm(x, x[None], {P(8, 8)}[None], beta=2)", within=HEADS, x=(8,))

@@ -69,15 +69,14 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if value_fact.shape[start:] == places.shape[start:] else "the value and the region differ in shape"
 
 
-def _scattered(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> dict[str, Any]:
-    return {"input": input, "value": src, "way": [("diagonal", (offset, dim1, dim2), {})]}
-
-
 @composite(
     function=lambda input, value, way: functional.write(input, value, way),
     calls={
         functional.write: lambda tensor, value, way: {"input": tensor, "value": value, "way": way},
-        **function_and_method(_scattered, "diagonal_scatter"),
+        **function_and_method(
+            lambda input, src, offset=0, dim1=0, dim2=1: {"input": input, "value": src, "way": [("diagonal", (offset, dim1, dim2), {})]},
+            "diagonal_scatter",
+        ),
     },
     carries=("input", "value"),
     traits=frozenset({Trait.COLLECTS}),

@@ -84,9 +84,6 @@ def onnx_uneven(c: Call, along: list[list[Run]], stride: list[int], channels: in
     return rows[0] if len(rows) == 1 else c.do("Concat", *rows, axis=2)
 
 
-AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-
-
 WINDOW = {"kernel_size": inspect.Parameter.empty, "stride": None, "padding": 0, "dilation": 1, "ceil_mode": False}  # of a maximum
 
 
@@ -307,7 +304,7 @@ def onnx_average_pool(c: Call) -> str:
 
 def _avg_pool(rank: int) -> Callable[..., Tensor]:
     def averaged(input: Tensor, *window: Any, clamp: Clamp | None = None) -> Tensor:
-        value = AVG_POOLS[rank](input, *window[: 5 if rank == 1 else 6])  # in one dimension without divisor_override
+        value = getattr(F, f"avg_pool{rank}d")(input, *window[: 5 if rank == 1 else 6])  # in one dimension without divisor_override
         return value if clamp is None else clamped(value, *clamp)
 
     @lowered(

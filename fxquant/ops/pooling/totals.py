@@ -168,11 +168,6 @@ def _kernel(shape: tuple[Any, ...], counts: list[int]) -> list[int] | None:
     return None if any(rest for _, rest in windows) else [taps for taps, _ in windows]
 
 
-def _largest(shape: tuple[Any, ...], counts: list[int]) -> list[int]:
-    """Return the largest window along each dimension."""
-    return [max(b - a for a, b in uneven_windows(length, count)) for length, count in zip(shape[-len(counts) :], counts, strict=True)]
-
-
 def refuses_adaptive(rank: int, sums: bool) -> Guard:
     """Refuses windows along the batch, and, of sums, windows that are too large."""
 
@@ -181,9 +176,12 @@ def refuses_adaptive(rank: int, sums: bool) -> Guard:
         counts = window_counts(shape, arguments["output_size"], rank)
         if not are_fixed(counts):
             return "its output size is computed"
+        if not sums:
+            return None
         window = _kernel(shape, counts)
+        largest = [max(b - a for a, b in uneven_windows(*row)) for row in zip(shape[-rank:], counts, strict=True)]
         limit = POOLED_EXACT if window is not None and window != known_sizes(shape[-rank:]) else FLOAT32_EXACT
-        return too_many(_largest(shape, counts), limit) if sums else None
+        return too_many(largest, limit)
 
     return first_reason(windows.needs_batch(rank), refuses)
 

@@ -1,5 +1,6 @@
 """Recurrent layers and cells, written in other operators: a first step and a loop over the others, 16 bits wide inside where possible."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,44 +27,22 @@ from fxquant.ops.movement.repeating import cat, stack
 from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.primitives import loop
 
+
 # ---- Between the steps of a loop and the tensors around it: see `ir.loops` -------------------------------------------
-_MARK: dict[str, Any] = {"by_name": False, "demand": Same(), "moves": True}
+def _mark(primitive: Callable[..., Tensor], **more: Any) -> Callable[..., Tensor]:
+    """Declare the operator of a primitive between steps: with the primitive's arguments and docstring, and "loop_" before its name."""
+    arguments = list(inspect.signature(primitive).parameters)[1:]
+
+    def lower(lowering: Lowering, input: Quantized, **settings: Any) -> Quantized:
+        return input.with_value(lowering.call(primitive, input.value, *(settings[name] for name in arguments)))
+
+    lower.__name__, lower.__doc__ = f"loop_{primitive.__name__}", primitive.__doc__
+    more |= {"settings": dict.fromkeys(arguments, inspect.Parameter.empty), "by_name": False, "demand": Same(), "moves": True}
+    return lowered(function=lambda *args, **settings: primitive(*args, **settings), **more)(lower)
 
 
-@lowered(function=lambda input, frame, dim, backwards: loop.item(input, frame, dim, backwards), **_MARK)
-def loop_item(lowering: Lowering, input: Quantized, frame: Any, dim: int, backwards: bool) -> Quantized:
-    """Return the part of a sequence at this step, without the dimension of the steps."""
-    return input.with_value(lowering.call(loop.item, input.value, frame, dim, backwards))
-
-
-@lowered(function=lambda input, frame, index: loop.state(input, frame, index), **_MARK)
-def loop_state(lowering: Lowering, input: Quantized, frame: Any, index: int) -> Quantized:
-    """Return the state that the step before carried; at the second step `input`."""
-    return input.with_value(lowering.call(loop.state, input.value, frame, index))
-
-
-@lowered(function=lambda input, frame, index: loop.carry(input, frame, index), **_MARK)
-def loop_carry(lowering: Lowering, input: Quantized, frame: Any, index: int) -> Quantized:
-    """Return a tensor, and carry it on to the next step."""
-    return input.with_value(lowering.call(loop.carry, input.value, frame, index))
-
-
-@lowered(function=lambda input, frame, index: loop.last(input, frame, index), **_MARK)
-def loop_last(lowering: Lowering, input: Quantized, frame: Any, index: int) -> Quantized:
-    """Return the state that the last step carried; without further steps `input`."""
-    return input.with_value(lowering.call(loop.last, input.value, frame, index))
-
-
-@lowered(
-    function=lambda input, frame, index, dim, count, backwards: loop.stack(input, frame, index, dim, count, backwards),
-    reads=("count",),
-    **_MARK,
-)
-def loop_stack(lowering: Lowering, input: Quantized, frame: Any, index: int, dim: int, count: Any, backwards: bool) -> Quantized:
-    """Return the states of all steps, stacked along a dimension."""
-    return input.with_value(lowering.call(loop.stack, input.value, frame, index, dim, count, backwards))
-
-
+loop_item, loop_state, loop_carry, loop_last = map(_mark, (loop.item, loop.state, loop.carry, loop.last))
+loop_stack = _mark(loop.stack, reads=("count",))
 fx.node.has_side_effect(loop_carry)
 
 

@@ -29,6 +29,7 @@ from fxquant.ops.elementwise.table import shifted, tabled
 from fxquant.ops.movement.shape import MANY_SIZES, reshape
 from fxquant.ops.pooling.totals import mean, sum
 from fxquant.primitives import elementwise
+from fxquant.primitives.accumulate import per_channel
 from fxquant.primitives.arithmetic import PRODUCT
 from fxquant.quantization.weights import BatchNorm, BatchNormTensors, multiplied
 
@@ -49,13 +50,6 @@ def _functional(
     return {"input": input, "batch_norm": BatchNormTensors(running_mean, running_var, weight, bias, momentum, eps)}
 
 
-def _by_function(
-    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float, *_: Any, **__: Any
-) -> dict[str, Any] | str:
-    """torch.batch_norm, whose weight and bias stand first."""
-    return _functional(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     operand, norm = fact(arguments["input"]), arguments["batch_norm"]
     if isinstance(operand, TensorFact) and (len(operand.shape) < 2 or not isinstance(operand.shape[1], int)):
@@ -64,12 +58,8 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return f"its statistics are computed by %{computed[0]}: neither stored nor computed from stored values" if computed else None
 
 
-def _shaped(channels: Tensor, trailing: int) -> Tensor:
-    return channels.reshape(-1, *[1] * trailing)
-
-
 def _onnx_scaled(c: Call, trailing: int) -> str:
-    weight, *bias = (c.e.constant(_shaped(c.real(role), trailing)) for role in ("weight", "bias") if role in c.constants)
+    weight, *bias = (c.e.constant(per_channel(c.real(role), trailing)) for role in ("weight", "bias") if role in c.constants)
     scaled = c.do("Mul", c.input, weight)
     return c.epilogue(c.do("Add", scaled, *bias) if bias else scaled)
 
@@ -77,7 +67,11 @@ def _onnx_scaled(c: Call, trailing: int) -> str:
 @lowered(
     function=_batch_norm,
     adapt=_functional,
-    calls={torch.batch_norm: _by_function},
+    calls={  # its weight and bias stand first
+        torch.batch_norm: lambda input, weight, bias, running_mean, running_var, training, momentum, eps, *_, **__: _functional(
+            input, running_mean, running_var, weight, bias, training, momentum, eps
+        )
+    },
     modules=dict.fromkeys(
         (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
         lambda m: NO_STATISTICS if m.running_mean is None else {"batch_norm": Parameter("")},
@@ -132,8 +126,8 @@ def normalized_instances(lowering: Lowering, input: Quantized, batch_norm: Batch
 
 # ---- channels of one dimension, before `trailing` others ---------------------------------------------------------------
 def _scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None = None, trailing: int = 0, *, clamp: Clamp | None = None) -> Tensor:
-    value = input * _shaped(weight, trailing)
-    return epilogue(value if bias is None else value + _shaped(bias, trailing), None, clamp, None)
+    value = input * per_channel(weight, trailing)
+    return epilogue(value if bias is None else value + per_channel(bias, trailing), None, clamp, None)
 
 
 def _rescaled_channels(arguments: dict[str, Any], inputs: Tensor, outputs: Tensor) -> dict[str, Any]:
@@ -277,10 +271,6 @@ def centre(build: Builder, input: fx.Node, dims: Sequence[int]) -> Any:
     return build(sub, input, build(mean, input, list(dims), True, demand=WIDE), demand=WIDE)
 
 
-def _sizes(input: fx.Node, dims: list[int]) -> list[Any]:
-    return [fact(input).shape[dim] for dim in dims]
-
-
 def _statistics(
     input: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None, axis: Any = None
 ) -> dict[str, Any] | str:
@@ -313,7 +303,7 @@ def _refuses_statistics(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     because = refuses_reduction(arguments["input"], arguments["dim"])
     if because is not None:
         return because
-    sizes = _sizes(arguments["input"], arguments["dim"])
+    sizes = [fact(arguments["input"]).shape[dim] for dim in arguments["dim"]]
     if not are_fixed(sizes):
         return "its number of elements varies"
     free = math.prod(sizes) - arguments["correction"]
@@ -333,7 +323,7 @@ def _spread(name: str, dims: str, root: bool) -> Iterator[Callable[..., Tensor]]
 
     def spread(build: Builder, input: fx.Node, dim: list[int], correction: float = 1, keepdim: bool = False) -> Any:
         """Compute the variance over dimensions, Σ (x - mean)² / (n - correction), or its square root."""
-        centred, free = centre(build, input, dim), math.prod(_sizes(input, dim)) - correction
+        centred, free = centre(build, input, dim), math.prod(fact(input).shape[d] for d in dim) - correction
         total = build(sum, build(mul, centred, centred, demand=WIDE), dim, keepdim, demand=WIDE)
         return build(shifted, total, "sqrt", 1 / free, 0.0, {}) if root else build(div, total, float(free))
 
@@ -408,13 +398,6 @@ def _by_statistics(
     return MOVES if use_input_stats else Instead(normalized_instances, {"input": input, "batch_norm": norm})
 
 
-def _weights_first(
-    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool, momentum: float, eps: float, *_: Any
-) -> dict[str, Any] | str | Instead:
-    """Adapt torch.instance_norm, whose weight and bias stand first."""
-    return _by_statistics(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-
-
 def _instance_norm_module(module: Any) -> dict[str, Any] | str | Instead:
     if module.running_mean is None:
         return settings_of(("weight", "bias", "eps"))(module)
@@ -432,7 +415,11 @@ def _refuses_instance_norm(node: fx.Node, arguments: dict[str, Any]) -> str | No
 @composite(
     function=lambda input, weight=None, bias=None, eps=1e-5: F.instance_norm(input, None, None, weight, bias, True, 0.0, eps),
     adapt=_by_statistics,
-    calls={torch.instance_norm: _weights_first},
+    calls={  # its weight and bias stand first
+        torch.instance_norm: lambda input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, *_: _by_statistics(
+            input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+        )
+    },
     modules=dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _instance_norm_module),
     refuses=_refuses_instance_norm,
 )
