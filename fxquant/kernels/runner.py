@@ -42,9 +42,6 @@ class Runner:
     def __reduce__(self) -> tuple[Any, ...]:
         return Runner, (self.source,)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Runner:
-        return Runner(self.source)
-
     def reset(self) -> None:
         """Forget everything that was made for the graph and its constants."""
         with self.lock:

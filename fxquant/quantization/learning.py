@@ -238,9 +238,6 @@ class Remembered(Generic[Fact]):
             self._seen = tuple((buffer, buffer._version) for buffer in buffers)
         return self._fact
 
-    def __deepcopy__(self, memo: Any) -> Remembered[Fact]:
-        return Remembered(self._unknown)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Remembered, (self._unknown,)
 

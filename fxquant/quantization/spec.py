@@ -389,19 +389,15 @@ def _spelling(value: Any) -> Any:
 CHOSEN = instance("a QConfig", QConfig).or_none("stay in float")
 
 
-def _module(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
+MODULE = instance('the path of a module, "" for the model itself', str)
 
 
 def _call(value: Any) -> Call:
     module, kind, index = (value.module, value.kind, value.index) if isinstance(value, Call) else value
-    return Call(_module(module), _spelling(kind), KINDS["seed"].take(index))
+    return Call(MODULE.take(module), _spelling(kind), KINDS["seed"].take(index))
 
 
 _HELD = ("types", "patterns", "names", "calls")  # the fields of a mapping that hold rules
-MODULE = Kind('the path of a module, "" for the model itself', _module)
 SPELLING = Kind("a module's class, a function like F.relu, or the name of a tensor's method", _spelling)
 
 
