@@ -70,22 +70,17 @@ def _requantize_fixed(call: Call, acc: Value, shift: Value, multiplier: Value, r
     call.emit("requantize_fixed", [acc.dtype, call.dtype], *_beside(call, constants[0]), acc, *constants, *numbers)
 
 
-def _by_constants(name: str, residual: bool = False) -> Any:
-    """Return the form of a primitive that reads an accumulator, a residual if it has one, and constants for its channels."""
-
-    def written(call: Call, input: Value, *rest: Any) -> None:
-        operands, tensors = rest[:residual], [each for each in rest[residual:] if isinstance(each, Value)]
-        constants = _in_one_shape(call, *tensors)
-        types = [input.dtype, *(operand.dtype for operand in operands), call.dtype]
-        call.emit(name, types, *_beside(call, *operands, constants[0]), input, *operands, *constants)
-
-    return written
+@form(primitives.elementwise.align_fixed, primitives.elementwise.align_real)
+def _align(call: Call, input: Value, *rest: Any, residual: tuple[Value, ...] = ()) -> None:
+    """Emit a primitive that reads an accumulator, a residual if it has one, and constants for its channels."""
+    constants = _in_one_shape(call, *(each for each in rest if isinstance(each, Value)))
+    types = [input.dtype, *(operand.dtype for operand in residual), call.dtype]
+    call.emit(call.name, types, *_beside(call, *residual, constants[0]), input, *residual, *constants)
 
 
-form(primitives.elementwise.align_fixed)(_by_constants("align_fixed"))
-form(primitives.elementwise.align_real)(_by_constants("align_real"))
-form(primitives.accumulate.add_residual)(_by_constants("add_residual", residual=True))
-form(primitives.accumulate.add_residual_shifted)(_by_constants("add_residual_shifted", residual=True))
+@form(primitives.accumulate.add_residual, primitives.accumulate.add_residual_shifted)
+def _add_residual(call: Call, input: Value, residual: Value, *constants: Value) -> None:
+    _align(call, input, *constants, residual=(residual,))
 
 
 @form(primitives.quantization.clamp_accumulator)
@@ -100,23 +95,13 @@ def _scale_channels(call: Call, input: Value, weight: Value, bias: Value | None,
     call.emit("scale_channels", sum_types(call, input, weight, bias), *place, input, weight, bias)
 
 
-def _each(name: str, numbers: int = 0) -> Any:
-    """Return the form of a primitive that reads a single tensor, and this many numbers."""
+@form(primitives.elementwise.widen, primitives.elementwise.negate, primitives.selection.opposite, primitives.whole.converted)
+@form(primitives.elementwise.centre, primitives.elementwise.shift_right, primitives.elementwise.clamp)
+@form(primitives.quantization.accumulator_output)
+def _each(call: Call, input: Value, *rest: Any) -> None:
+    """Emit a primitive that reads a single tensor, and numbers."""
+    call.emit(call.name, [input.dtype, call.dtype], call.count, input, *(each for each in rest if isinstance(each, int)))
 
-    def written(call: Call, input: Value, *rest: Any) -> None:
-        call.emit(name, [input.dtype, call.dtype], call.count, input, *rest[:numbers])
-
-    return written
-
-
-form(primitives.quantization.accumulator_output)(_each("accumulator_output"))
-form(primitives.elementwise.widen)(_each("widen"))
-form(primitives.elementwise.negate)(_each("negate"))
-form(primitives.selection.opposite)(_each("opposite"))
-form(primitives.whole.converted)(_each("converted"))
-form(primitives.elementwise.centre)(_each("centre", 1))
-form(primitives.elementwise.shift_right)(_each("shift_right", 1))
-form(primitives.elementwise.clamp)(_each("clamp", 2))
 
 RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 LOGIC = {"and": "a && b", "or": "a || b", "xor": "!a != !b"}
@@ -135,19 +120,15 @@ DIVISIONS = {
 }
 
 
-def pair(call: Call, name: str, document: str, expression: str, input: Value, other: Value) -> None:
-    """Emit a function of two tensors, element by element."""
+def pair(call: Call, name: str, document: str, expression: str, input: Value, other: Value, divides: bool = False) -> None:
+    """Emit a function of two tensors, element by element; one that `divides` fails where PyTorch does."""
     words = {"DOCUMENT": document, "EXPRESSION": expression.replace("(Y)", f"({C_TYPES[call.dtype]})")}
-    call.emit(name, [input.dtype, other.dtype, call.dtype], *_beside(call, input, other), input, other, template="PAIR", replaced=words)
+    types, template = [input.dtype, other.dtype, *([] if divides else [call.dtype])], "DIVISION" if divides else "PAIR"
+    call.emit(name, types, *_beside(call, input, other), input, other, template=template, replaced=words, fails=divides)
 
 
 def _pair_form(primitive: Any, document: str, expression: str) -> None:
-    name = primitive.__name__
-
-    def written(call: Call, input: Value, other: Value, *_: Any) -> None:
-        pair(call, name, document, expression, input, other)
-
-    form(primitive)(written)
+    form(primitive)(lambda call, input, other, *_: pair(call, call.name, document, expression, input, other))
 
 
 _pair_form(primitives.elementwise.add, "The sum of two accumulators.", "(Y)a + (Y)b")
@@ -168,12 +149,8 @@ def _compare(call: Call, input: Value, other: Value, relation: str) -> None:
 
 @form(primitives.whole.joined)
 def _joined(call: Call, input: Value, other: Value, operation: str) -> None:
-    if operation in WHOLE:
-        pair(call, f"joined_{operation}", "Section 16: an operation on two int64 tensors, modulo 2^64.", WHOLE[operation], input, other)
-        return
-    words = dict(zip(("DOCUMENT", "EXPRESSION"), DIVISIONS[operation], strict=True))
-    place = _beside(call, input, other)
-    call.emit(f"joined_{operation}", [input.dtype, other.dtype], *place, input, other, template="DIVISION", replaced=words, fails=True)
+    whole = "Section 16: an operation on two int64 tensors, modulo 2^64.", WHOLE.get(operation, "")
+    pair(call, f"joined_{operation}", *DIVISIONS.get(operation, whole), input, other, operation in DIVISIONS)
 
 
 # ---- The C forms of primitives that move elements or index them ------------------------------------------------------
@@ -226,12 +203,10 @@ def _concatenate(call: Call, tensors: list[Value], dim: int) -> None:
         start += length
 
 
+@form(primitives.shape.select, primitives.selection.pick)
 def _pick(call: Call, input: Value, dim: int, index: Value) -> None:
     outer, terms, inner = around(input.shape, dim)
     call.emit("pick", [input.dtype, index.dtype], outer, terms, inner, index.count, input, index, fails=True)
-
-
-form(primitives.shape.select, primitives.selection.pick)(_pick)
 
 
 def _along(shape: Sequence[int], index: Value, dim: int, *others: Value) -> tuple[Any, ...]:
@@ -290,21 +265,15 @@ def _planes(input: Value, rank: int) -> int:
 
 
 @form(primitives.accumulate.convolution, primitives.accumulate.convolution_wide)
-def _convolution(call: Call, input: Value, weight: Value, bias: Value | None, *settings: Any) -> None:
-    stride, padding, dilation, groups, *_ = settings  # the cut is a method of the float kernels, not another sum
-    kernel = list(weight.shape[2:])
-    window = _window(call, input, kernel, stride, padding[: len(kernel)], dilation)
-    sizes = _planes(input, len(kernel) + 1), input.shape[-len(kernel) - 1], weight.shape[0], groups
-    call.emit("convolution", sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
-
-
 @form(primitives.accumulate.transposed_convolution, primitives.accumulate.transposed_convolution_wide)
-def _transposed_convolution(call: Call, input: Value, weight: Value, bias: Value | None, *settings: Any) -> None:
-    stride, padding, _, dilation, groups, *_ = settings  # the output's own padding is in its shape
-    kernel = list(weight.shape[2:])
-    window = _window(call, input, kernel, stride, padding, dilation)
-    sizes = _planes(input, len(kernel) + 1), weight.shape[0], weight.shape[1] * groups, groups
-    call.emit("transposed_convolution", sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
+def _convolution(call: Call, input: Value, weight: Value, bias: Value | None, *settings: Any) -> None:
+    name, kernel = call.name.removesuffix("_wide"), list(weight.shape[2:])
+    stride, padding, *rest = settings
+    begin = 1 if name == "transposed_convolution" else 0  # the output's own padding, which is in its shape
+    dilation, groups = rest[begin : begin + 2]  # a cut after these is a method of the float kernels, not another sum
+    window = _window(call, input, kernel, stride, padding[: len(kernel)], dilation)
+    sizes = _planes(input, len(kernel) + 1), input.shape[-len(kernel) - 1], call.shape[-len(kernel) - 1], groups
+    call.emit(name, sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
 
 
 @form(primitives.runtime_scales.dynamic_linear)
@@ -345,6 +314,12 @@ def _pool_indices(call: Call, input: Value, kernel: list[int], stride: list[int]
     call.emit("pool_indices", [input.dtype], _planes(input, len(kernel)), window, input, places)
 
 
+@form(primitives.pool.max_pool, primitives.pool.sum_pool)
+def _pool(call: Call, input: Value, kernel: list[int], stride: list[int], begin: list[int], _: list[int], *rest: Any) -> None:
+    window = _window(call, input, kernel, stride, begin, rest[0] if call.name == "max_pool" else None)
+    call.emit(call.name, [input.dtype, call.dtype], _planes(input, len(kernel)), window, input)
+
+
 REDUCED = {"sum": "wrapped((uint64_t)total + (uint64_t)(int64_t)q)", "largest": "k == 0 || q > total ? q : total"}
 
 
@@ -362,7 +337,7 @@ def _reduce(call: Call, name: str, document: str, expression: str, input: Value,
 
 def _reduce_form(primitive: Any, document: str, expression: str) -> None:
     """Declare the form of a reduction that C computes by this expression of `total` and `q`."""
-    form(primitive)(lambda call, input, dim, *_: _reduce(call, primitive.__name__, document, expression, input, dim))
+    form(primitive)(lambda call, input, dim, *_: _reduce(call, call.name, document, expression, input, dim))
 
 
 _reduce_form(primitives.pool.sum, "Section 15: Σ q over dimensions.", "total + q")
@@ -373,21 +348,14 @@ _reduce_form(primitives.selection.count, "How many elements hold.", "total + (q 
 
 @form(primitives.selection.truth)
 def _truth(call: Call, input: Value, dim: list[int], keepdim: bool, every: bool) -> None:
-    if every:
-        _reduce(call, "truth_every", "Whether every element holds.", "total && q", input, dim, 1)
-    else:
-        _reduce(call, "truth_any", "Whether any element holds.", "total || q", input, dim)
+    which, joins = ("every", "&&") if every else ("any", "||")
+    _reduce(call, f"truth_{which}", f"Whether {which} element holds.", f"total {joins} q", input, dim, int(every))
 
 
 # ---- The C forms that are one call -----------------------------------------------------------------------------------
 form(primitives.quantization.quantize)(
     lambda call, input, scale, low, high, dtype, zero_point=0: call.emit(
         "quantize", [input.dtype, call.dtype], call.count, input, float(scale.constant), low, high, zero_point
-    )
-)
-form(primitives.pool.max_pool)(
-    lambda call, input, kernel, stride, begin, end, dilation: call.emit(
-        "max_pool", [input.dtype, call.dtype], _planes(input, len(kernel)), _window(call, input, kernel, stride, begin, dilation), input
     )
 )
 form(primitives.whole.truncated)(
@@ -441,20 +409,14 @@ form(primitives.selection.sum_along)(
 form(primitives.selection.arg_extremum)(
     lambda call, input, dim, keepdim, largest: call.emit("arg_extremum", [input.dtype], *around(input.shape, dim), largest, input)
 )
-form(primitives.selection.ranking)(
-    lambda call, input, dim, count, largest: call.emit("ranking", [input.dtype], *around(input.shape, dim), count, largest, input)
-)
-form(primitives.pool.sum_pool)(
-    lambda call, input, kernel, stride, begin, *_: call.emit(
-        "sum_pool", [input.dtype, call.dtype], _planes(input, len(kernel)), _window(call, input, kernel, stride, begin), input
-    )
+form(primitives.selection.ranking, primitives.whole.running)(
+    lambda call, input, dim, *numbers: call.emit(call.name, [input.dtype], *around(input.shape, dim), *numbers, input)
 )
 form(primitives.whole.reduced)(
     lambda call, input, dim, keepdim, operation: _reduce(
         call, f"reduced_{operation}", "A reduction of int64 tensors along dimensions.", REDUCED[operation], input, dim
     )
 )
-form(primitives.whole.running)(lambda call, input, dim: call.emit("running", [input.dtype], *around(input.shape, dim), input))
 form(primitives.accumulate.linear, primitives.accumulate.linear_wide)(
     lambda call, input, weight, bias: call.emit(
         "linear", sum_types(call, input, weight, bias), math.prod(input.shape[:-1]), *reversed(weight.shape), input, weight, bias

@@ -147,8 +147,8 @@ class Pool:
 class Call:
     """The context of a primitive's C form: the result's facts, and methods that emit the calls that compute it."""
 
-    def __init__(self, program: Program, node: fx.Node | Step, result: TensorFact) -> None:
-        self._program, self.node = program, node
+    def __init__(self, program: Program, node: fx.Node | Step, name: str, result: TensorFact) -> None:
+        self._program, self.node, self.name = program, node, name  # of the primitive
         self.shape, self.dtype = result.at(program.batch), result.dtype
 
     @property
@@ -293,7 +293,7 @@ class Program:
             shown = fx.node.map_aggregate(arguments, lambda each: each.empty() if isinstance(each, Value) else each)
             result = step.primitive(*shown)
             part = step if step is not steps.result else node
-            call = Call(self, part, TensorFact(tuple(result.shape), result.dtype))
+            call = Call(self, part, step.primitive.__name__, TensorFact(tuple(result.shape), result.dtype))
             by_step[step] = FORMS[step.primitive](call, *arguments) or self.values[part]
         self.values[node] = argument(steps.result)
         return True
@@ -318,7 +318,7 @@ class Program:
         arguments = fx.node.map_aggregate(node.args, lambda value: self.operand(value) if isinstance(value, fx.Node) else value)
         self.lines.append(f"\n/* {node.name}: {comment(source(node))} */" if source(node) else f"\n/* {node.name} */")
         before = len(self.lines)
-        result = written(Call(self, node, self.fact_of(node)), *arguments, **node.kwargs)
+        result = written(Call(self, node, record.name, self.fact_of(node)), *arguments, **node.kwargs)
         if result is not None:
             self.values[node] = result
             if len(self.lines) == before:
