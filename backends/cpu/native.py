@@ -38,13 +38,14 @@ SUM, REAL, FIXED = 0, 1, 2
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
 
 
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Return the fields of a structure, all of one kind."""
     return [(name, kind) for name in names.split()]
 
 
 AREA = ("depth", "height", "width")
 _WINDOW = [
-    *_fields(_int64, " ".join(AREA)),
+    *fields(_int64, " ".join(AREA)),
     *((f"{name}_{side}", _int64) for name in ("out", "kernel", "stride", "padding", "dilation") for side in AREA),
 ]
 
@@ -53,8 +54,8 @@ class Epilogue(ctypes.Structure):
     """The requantization of an accumulator: the structure of native.c."""
 
     _fields_ = [
-        *_fields(_int64, "mode low high zero limit residual_zero"),
-        *_fields(_pointer, "factor shift multiplier right_shift half before residual_factor residual_shift"),
+        *fields(_int64, "mode low high zero limit residual_zero"),
+        *fields(_pointer, "factor shift multiplier right_shift half before residual_factor residual_shift"),
     ]
 
 
@@ -62,8 +63,8 @@ class Sum(ctypes.Structure):
     """A sum of products: the structure of native.c."""
 
     _fields_ = [
-        *_fields(_pointer, "input residual outside weight bias output"),
-        *_fields(_int64, "batch channels out_channels out_pixel groups threads fused small in_place"),
+        *fields(_pointer, "input residual outside weight bias output"),
+        *fields(_int64, "batch channels out_channels out_pixel groups threads fused small in_place"),
         *_WINDOW,
         *((f"{name}_{side}", _int64) for name in ("whole", "first", "step") for side in AREA),
         ("epilogue", Epilogue),
@@ -74,8 +75,8 @@ class Move(ctypes.Structure):
     """The arguments of a kernel without weights: the structure of native.c."""
 
     _fields_ = [
-        *_fields(_pointer, "input table other output"),
-        *_fields(_int64, "batch channels zero low high out_channels threads"),
+        *fields(_pointer, "input table other output"),
+        *fields(_int64, "batch channels zero low high out_channels threads"),
         *_WINDOW,
         ("scale", ctypes.c_float),
     ]
@@ -85,15 +86,15 @@ class Product(ctypes.Structure):
     """A product of two activations over their last two dimensions: the structure of native.c."""
 
     _fields_ = [
-        *_fields(_pointer, "input other output sizes strides"),
-        *_fields(_int64, "rows depth columns input_flip other_flip input_zero other_zero threads"),
+        *fields(_pointer, "input other output sizes strides"),
+        *fields(_int64, "rows depth columns input_flip other_flip input_zero other_zero threads"),
     ]
 
 
 class Watch(ctypes.Structure):
     """Spans of memory that are watched for changes: the structure of native.c."""
 
-    _fields_ = [*_fields(_pointer, "starts sizes known"), *_fields(_int64, "always count next remember everything changed")]
+    _fields_ = [*fields(_pointer, "starts sizes known"), *fields(_int64, "always count next remember everything changed")]
 
 
 class Dynamic(ctypes.Structure):
@@ -101,9 +102,9 @@ class Dynamic(ctypes.Structure):
 
     _fields_ = [
         ("sum", Sum),
-        *_fields(_pointer, "input output totals scale bias"),
+        *fields(_pointer, "input output totals scale bias"),
         ("inputs", _int64),
-        *_fields(ctypes.c_float, "smallest largest"),
+        *fields(ctypes.c_float, "smallest largest"),
     ]
 
 
@@ -111,12 +112,12 @@ class Pass(ctypes.Structure):
     """One kernel over large float tensors: the structure of training.c."""
 
     _fields_ = [
-        *_fields(_pointer, "sums bias residual factor multiplier half first product ratio"),
-        *_fields(_pointer, "of_integers of_real integers real of_sums of_residual"),
-        *_fields(_pointer, "inside totals ends offset slope"),
-        *_fields(_int64, "outer channels inner mode threads outside"),
-        *_fields(ctypes.c_double, "limit add"),
-        *_fields(ctypes.c_float, "low high least most scale bottom top"),
+        *fields(_pointer, "sums bias residual factor multiplier half first product ratio"),
+        *fields(_pointer, "of_integers of_real integers real of_sums of_residual"),
+        *fields(_pointer, "inside totals ends offset slope"),
+        *fields(_int64, "outer channels inner mode threads outside"),
+        *fields(ctypes.c_double, "limit add"),
+        *fields(ctypes.c_float, "low high least most scale bottom top"),
     ]
 
 
@@ -124,9 +125,9 @@ class Count(ctypes.Structure):
     """The arguments of an observer's counting: the structure of training.c."""
 
     _fields_ = [
-        *_fields(_pointer, "value places low high counts negative"),
-        *_fields(_int64, "rows columns step count bins threads"),
-        *_fields(ctypes.c_float, "first last"),
+        *fields(_pointer, "value places low high counts negative"),
+        *fields(_int64, "rows columns step count bins threads"),
+        *fields(ctypes.c_float, "first last"),
     ]
 
 
@@ -142,9 +143,7 @@ def run(library: Any, function: str, structure: Any, tensors: Iterable[tuple[str
 @functools.cache
 def library() -> Any:
     """Return the compiled kernels, or a sentence that says why there are none."""
-    loaded = _loaded(
-        SOURCE, ("convolution", "depthwise", "finish", "quantize", "max_pool", "lookup", "pairs", "dynamic", "product", "watch")
-    )
+    loaded = _loaded(SOURCE, _INTEGER)
     if not isinstance(loaded, str):
         for name in ("dot_products", "sums_of_products", "tiles"):
             getattr(loaded, f"fxq_has_{name}").restype = _int64
@@ -171,6 +170,7 @@ def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
     return loaded
 
 
+_INTEGER = ("convolution", "depthwise", "finish", "quantize", "max_pool", "lookup", "pairs", "dynamic", "product", "watch")
 # Each returns the compiled functions of its source, or a sentence that says why there are none: those of training, the fused elementwise
 # functions of training, and those of elementwise chains and of programs.
 _SUMS = ("collect", "ends", "finish_forward", "finish_backward", "marked_backward", "centre")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxquant.backends.cpu import native
-from fxquant.backends.cpu.native import FIXED, REAL, Count, Pass
+from fxquant.backends.cpu.native import FIXED, REAL, Count, Pass, fields
 from fxquant.quantization.observers import ranges
 from fxquant.support import disagreed
 from fxquant.support.files import address, readable
@@ -228,19 +228,16 @@ ranges.OFFERS.add(NativeCounting())
 # ---- The kernels of `fxquant.training.fused_elementwise` -------------------------------------------------------------
 PRODUCT, DOWN, NEAREST = 0, 1, 2
 
-_int64, _pointer = ctypes.c_int64, ctypes.c_void_p
-
 
 class _Join(ctypes.Structure):
     """The arguments of one fused kernel: the structure of `joining.c`."""
 
     _fields_ = [
-        *((name, _pointer) for name in ("a", "b", "c", "multiplier", "half", "first", "product", "ratio", "of_integers", "of_real")),
-        *((name, _pointer) for name in ("integers", "real", "of_a", "of_b", "inside", "totals", "ends", "mask")),
-        *((name, _int64) for name in ("rows", "columns", "b_rows", "b_stride", "b_step", "c_rows", "c_stride", "c_step")),
-        *((name, _int64) for name in ("kind", "mode", "wide", "each", "outside", "threads")),
-        *((name, ctypes.c_double) for name in ("factor_a", "factor_b", "sign_a", "sign_b", "limit", "add")),
-        *((name, ctypes.c_float) for name in ("low", "high", "bottom", "top", "least", "most", "scale")),
+        *fields(ctypes.c_void_p, "a b c multiplier half first product ratio of_integers of_real"),
+        *fields(ctypes.c_void_p, "integers real of_a of_b inside totals ends mask"),
+        *fields(ctypes.c_int64, "rows columns b_rows b_stride b_step c_rows c_stride c_step kind mode wide each outside threads"),
+        *fields(ctypes.c_double, "factor_a factor_b sign_a sign_b limit add"),
+        *fields(ctypes.c_float, "low high bottom top least most scale"),
     ]
 
 

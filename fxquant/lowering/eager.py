@@ -248,11 +248,8 @@ class FusedLowering(EagerLowering):
         to, value = self.output, input.value
         follows = self._follows(to)
         if follows and isinstance(value, Tensor) and 4 * value.numel() < input.grid.high - input.grid.low and fused_layers.admitted(value):
-
-            def exact() -> Tensor:
-                return entries(value.detach().flatten().double().cpu()).view(value.shape).float()
-
-            return self.result(exact, lambda: tamed(input.real()))
+            places = value.detach().flatten().double().cpu()
+            return self.result(lambda: entries(places).view(value.shape).float(), lambda: tamed(input.real()))
         if not self._fuses(to) or not fused_elementwise.tabulated(input.value, input.grid):
             return super().look_up(input, entries, function, tamed)
         integers = fused_elementwise.integers_of(value, input.grid)

@@ -342,8 +342,7 @@ def joined(join: Join, how: Rounded, ratio: Tensor) -> tuple[Tensor, Tensor]:
     Gradients run through the float value of the accumulator, accumulator · `ratio`, within the fused clamp and the limits of the grid.
     """
     if not torch.is_grad_enabled():
-        integers, real, *_ = passes_for(join.a).forward(join, how, ratio, False)
-        return integers, real
+        return passes_for(join.a).forward(join, how, ratio, False)[:2]
     return _Joined.apply(join.a, join.b, join.c, join, how, ratio)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -423,8 +422,7 @@ def looked_up(value: Tensor, input: Grid, curve: Curve, table: Tensor, output: G
     """Return the table's integers and the dequantized tensor, float32; gradients run along the curve, as far as the grid reaches."""
     table = table.float()
     if curve.slopes is None or not torch.is_grad_enabled():
-        integers, real, _ = passes_for(value).look_up(value, table, curve.low, output.scale, False)
-        return integers, real
+        return passes_for(value).look_up(value, table, curve.low, output.scale, False)[:2]
     steps = curve.values / output.scale
     inside = (steps >= output.low) & (steps <= output.high)
     slopes = torch.where(inside, curve.slopes, 0.0) / output.scale * input.scale
@@ -455,11 +453,8 @@ def _narrow(value: Tensor) -> Tensor:
         if narrow is not None:
             return narrow.as_strided(value.shape, value.stride())
     low, high = (float(end) for end in torch.aminmax(value))
-    for dtype in _DTYPES:
-        limits = torch.iinfo(dtype)
-        if limits.min <= low and high <= limits.max:
-            return value.to(dtype)
-    return value
+    limits = map(torch.iinfo, _DTYPES)
+    return value.to(next((dtype for dtype, ends in zip(_DTYPES, limits, strict=True) if ends.min <= low and high <= ends.max), value.dtype))
 
 
 def _wide(value: Tensor) -> Tensor:
