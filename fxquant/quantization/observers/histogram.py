@@ -499,6 +499,11 @@ class ThresholdObserver(HistogramObserver):
     def scale_before_rounding(self, dtype: IntType) -> Tensor:
         return self.scale(dtype)
 
+    def at_percentile(self, percentile: float) -> Tensor:
+        """Return the upper edge of the bin that a percentile of the magnitudes lies in."""
+        reached = torch.cumsum(self.counts, 0) >= self.counts.sum() * (percentile / 100)
+        return torch.minimum((int(reached.to(torch.int8).argmax()) + 1) * (self.reach / self.bins), self.largest)
+
 
 class PercentileObserver(ThresholdObserver, names="percentile"):
     """Covers a share of the values: the threshold is the given percentile of the magnitudes."""
@@ -509,7 +514,7 @@ class PercentileObserver(ThresholdObserver, names="percentile"):
         self.percentile = percentile
 
     def threshold(self, dtype: IntType) -> Tensor:
-        return percentile_threshold(self, self.percentile)
+        return self.at_percentile(self.percentile)
 
 
 class ClipStdObserver(ThresholdObserver, names="clip_std"):
@@ -545,10 +550,17 @@ class KLObserver(ThresholdObserver, names="kl entropy"):
     """
 
     def threshold(self, dtype: IntType) -> Tensor:
-        return kl_threshold(self, dtype)
+        """Return the threshold, float64, with the least Kullback-Leibler divergence; the largest magnitude if there are too few bins."""
+        levels = dtype.high + 1 if dtype.low < 0 or not bool((self.negative > 0).any()) else (dtype.high + 1) // 2
+        counts, largest = self.counts.clone(), self.largest.double()
+        counts[0] = counts[1]
+        if levels >= self.bins or not bool((counts > 0).any()):
+            return largest
+        ends = torch.arange(levels, self.bins + 1, max(1, (self.bins - levels) // _ENDS), device=counts.device)
+        return torch.minimum(ends[_divergences(counts, ends, levels).argmin()] * (self.reach.double() / self.bins), largest)
 
 
-class MixObserver(ThresholdObserver, names="mix"):
+class MixObserver(KLObserver, names="mix"):
     """Covers the one of four ranges whose quantized values have the largest cosine similarity with the observed ones.
 
     The four are everything, the 99.99th percentile, the least squared error, and the least Kullback-Leibler divergence.
@@ -558,8 +570,8 @@ class MixObserver(ThresholdObserver, names="mix"):
         candidates = (
             self.largest.double(),
             HistogramObserver.threshold(self, dtype),
-            percentile_threshold(self, USUAL_PERCENTILE).double(),
-            kl_threshold(self, dtype),
+            self.at_percentile(USUAL_PERCENTILE).double(),
+            super().threshold(dtype),
         )
         return max(candidates, key=lambda threshold: _similarity(self, threshold, dtype))
 
@@ -568,23 +580,6 @@ def within(histogram: HistogramObserver, threshold: Tensor) -> tuple[Tensor, Ten
     """Return the observed range, clamped to ±threshold: it covers the same values as the threshold does."""
     low, high = histogram.ends()
     return torch.maximum(low, -threshold), torch.minimum(high, threshold)
-
-
-def percentile_threshold(histogram: HistogramObserver, percentile: float) -> Tensor:
-    """Return the upper edge of the bin that a percentile of the magnitudes lies in."""
-    reached = torch.cumsum(histogram.counts, 0) >= histogram.counts.sum() * (percentile / 100)
-    return torch.minimum((int(reached.to(torch.int8).argmax()) + 1) * (histogram.reach / histogram.bins), histogram.largest)
-
-
-def kl_threshold(histogram: HistogramObserver, dtype: IntType) -> Tensor:
-    """Return the threshold, float64, with the least Kullback-Leibler divergence; the largest magnitude if there are too few bins."""
-    levels = dtype.high + 1 if dtype.low < 0 or not bool((histogram.negative > 0).any()) else (dtype.high + 1) // 2
-    counts, largest = histogram.counts.clone(), histogram.largest.double()
-    counts[0] = counts[1]
-    if levels >= histogram.bins or not bool((counts > 0).any()):
-        return largest
-    ends = torch.arange(levels, histogram.bins + 1, max(1, (histogram.bins - levels) // _ENDS), device=counts.device)
-    return torch.minimum(ends[_divergences(counts, ends, levels).argmin()] * (histogram.reach.double() / histogram.bins), largest)
 
 
 _ENDS = 64  # about this number of thresholds is tried
