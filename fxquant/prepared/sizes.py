@@ -17,10 +17,11 @@ from fxquant.ir.graph import SIZES, BatchDim, TensorFact, at_point, attach, fact
 from fxquant.ir.integer import Operation, Reference, notes, operation, origin, qparams, set_operation, set_qparams
 from fxquant.ir.model import free_name, replace_graph
 from fxquant.ops.indexing.index import getitem
-from fxquant.ops.recurrent.recurrence import loop_carry, loop_item, loop_last, loop_stack, loop_state
+from fxquant.ops.recurrent.recurrence import MARKS, loop_item, loop_stack
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.prepared.stage import require_integer
 from fxquant.primitives import PRIMITIVES, Role, loop, role_of, shape
+from fxquant.primitives.proof import inferred_call
 from fxquant.support.arguments import checked, instance
 
 
@@ -106,8 +107,9 @@ def _fold(model: fx.GraphModule, node: fx.Node) -> None:
     """Replace a primitive that reads sizes by one with constants."""
     record, arguments = PRIMITIVES.get(node.target), node.args[1:]  # type: ignore[arg-type]
     if record is not None and record.counts is not None and isinstance(arguments[0], int):
-        tables = [_row(model, each, arguments[0]) if isinstance(each, fx.Node) else each for each in arguments[1:]]
-        node.target, node.args = record.counts, (node.args[0], *tables)
+        count, *tables = arguments
+        rows = fx.map_arg(tables, lambda each: _constant(model, each, resolve(model, str(each.target))[count].clone(), each.name))
+        node.target, node.args = record.counts, (node.args[0], *rows)
     if record is None or record.fixed is None:
         return
     lengths = fact(node.args[0]).shape[-len(arguments[0]) :]  # type: ignore[arg-type]
@@ -121,10 +123,6 @@ def _fold(model: fx.GraphModule, node: fx.Node) -> None:
 
 def _placed(model: fx.GraphModule, node: fx.Node, constants: Sequence[Any]) -> list[Any]:
     return [_constant(model, node, each) if isinstance(each, Tensor) else each for each in constants]
-
-
-def _row(model: fx.GraphModule, table: fx.Node, count: Any) -> fx.Node:
-    return _constant(model, table, resolve(model, str(table.target))[count].clone(), table.name)
 
 
 def _constant(model: fx.GraphModule, near: fx.Node, value: Tensor, role: str = "weights") -> fx.Node:
@@ -141,16 +139,7 @@ def _call(model: fx.GraphModule, node: fx.Node, function: Any, value: Any, argum
     with model.graph.inserting_before(node):
         added = inherit(model.graph.call_function(function, (value, *arguments)), node, "sizes")
     added.meta["origin"] = origin(node)
-    shape = list(fact(value).shape)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def run(point: int) -> Tensor:
-        operand = torch.empty([at_point(size, point) for size in shape], dtype=fact(value).dtype, device="cpu")
-        placed = [resolve(model, str(each.target)) if isinstance(each, fx.Node) else each for each in arguments]
-        return function(operand, *placed)  # type: ignore[no-any-return]
-
-    with mode:
-        set_fact(added, TensorFact.between(run(0), run(1)))
+    set_fact(added, inferred_call(added))
     grid = qparams(node)
     if grid is not None:
         set_qparams(added, grid)
@@ -285,16 +274,7 @@ class _Writing:
 
 def _mark(node: fx.Node) -> Any:
     """Return the primitive that a node calls between a loop's steps and the tensors around it, also of float values; or its own target."""
-    return _OF_OPERATORS.get(node.target, node.target)
-
-
-_OF_OPERATORS: dict[Any, Any] = {
-    loop_item: loop.item,
-    loop_state: loop.state,
-    loop_carry: loop.carry,
-    loop_last: loop.last,
-    loop_stack: loop.stack,
-}
+    return MARKS.get(node.target, node.target)
 
 
 def _with(sizes: Any, dim: Any, size: int) -> tuple[Any, ...]:

@@ -29,14 +29,18 @@ class Shapes:
     def infer(self, node: fx.Node) -> Any:
         key = (node.target, _key(node.args), _key(node.kwargs))
         if key not in self.known:
-            self.known[key] = _requantized(node) or inferred(node, lambda point: self._run(node, point))
+            self.known[key] = _requantized(node) or inferred_call(node)
         return self.known[key]
 
-    @staticmethod
-    def _run(node: fx.Node, point: int) -> Tensor:
+
+def inferred_call(node: fx.Node) -> TensorFact:
+    """Return the shape and dtype of a function's result, by running it on meta tensors of the facts of its operands."""
+
+    def run(point: int) -> Tensor:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: on_meta(fact(operand), point))
-        result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-        return result
+        return node.target(*args, **kwargs)  # type: ignore[operator, no-any-return]
+
+    return inferred(node, run)
 
 
 def _requantized(node: fx.Node) -> TensorFact | None:

@@ -14,6 +14,7 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.record import BY_NAME, OPERATORS, Demand, Operator, Own, Same, Trait, demand, operator_of
 from fxquant.primitives import quantization
+from fxquant.primitives.proof import inferred_call
 
 CONSTANT = "_constant_"  # the prefix of the names of constants, as of those that the tracer holds
 
@@ -56,7 +57,7 @@ class Builder:
         if record.expand is not None and not self.real:
             return self._nested(record, bound, demand)
         added = self._node("call_function", function, tuple(bound.values()), record.name)
-        set_fact(added, graph.inferred(added, lambda point: _on_meta(added, point)))
+        set_fact(added, inferred_call(added))
         bound = record.normalize(added, bound)
         assert isinstance(bound, dict), f"{self.name} cannot be expanded: {bound}"
         added.args = tuple(bound.values())
@@ -73,7 +74,7 @@ class Builder:
     def host(self, function: Callable[..., Any], *args: Any) -> fx.Node:
         """Add a call on float values or booleans, which is not quantized; a call that reads parameters alone is a parameter."""
         added = self._node("call_function", function, args, getattr(function, "__name__", "host"))
-        set_fact(added, graph.inferred(added, lambda point: _on_meta(added, point)))
+        set_fact(added, inferred_call(added))
         if all(map(is_parameter, added.all_input_nodes)):
             mark_parameter(added)
         return added
@@ -150,18 +151,6 @@ class Builder:
         tensor_fact = fact(value)
         assert isinstance(tensor_fact, TensorFact)
         return tensor_fact
-
-
-def _on_meta(node: fx.Node, point: int) -> Tensor:
-    """Return the part's value on tensors without data."""
-
-    def example(operand: fx.Node) -> Any:
-        operand_fact = fact(operand)
-        assert isinstance(operand_fact, TensorFact) or not is_parameter(operand), f"%{operand.name} has no known shape"
-        return graph.on_meta(operand_fact, point)
-
-    result: Tensor = node.target(*fx.map_arg(node.args, example), **fx.map_arg(node.kwargs, example))  # type: ignore[operator]
-    return result
 
 
 # ---- Operators that only copy elements: their result holds elements of what they read, and no others -----------------

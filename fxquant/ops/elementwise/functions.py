@@ -71,12 +71,7 @@ def _logit_number(x: float, eps: float | None = None) -> float:
     return math.log(x / (1 - x)) if 0 < x < 1 else -math.inf if x == 0 else math.inf if x == 1 else math.nan
 
 
-@tabled(_logit_number, name="logit", over=SHARES)
-def _logit(input: Tensor, eps: float | None = None) -> Tensor:
-    """Compute torch.logit."""
-    return torch.logit(input, eps)
-
-
+unary("logit", torch.logit, _logit_number, eps=None, over=SHARES)
 unary("log2", torch.log2, _logarithm(math.log2), over=POSITIVE, traits=POLE)
 unary("log10", torch.log10, _logarithm(math.log10), over=POSITIVE, traits=POLE)
 unary("log1p", torch.log1p, within_domain(math.log1p, at=-1.0, pole=-math.inf), over=POSITIVE)
@@ -98,11 +93,6 @@ unary("ndtri", torch.special.ndtri, by_torch(torch.special.ndtri), over=SHARES)
 unary("log_ndtr", torch.special.log_ndtr, by_torch(torch.special.log_ndtr))
 
 
-def _threshold(input: Tensor, threshold: float, value: float) -> Tensor:
-    """Compute F.threshold."""
-    return F.threshold(input, threshold, value)
-
-
 def _drawn(input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> dict[str, Any] | str:
     return "it draws its slopes" if training else {"input": input, "lower": lower, "upper": upper}
 
@@ -110,7 +100,7 @@ def _drawn(input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: boo
 unary("celu", F.celu, lambda x, alpha=1.0: x if x > 0 else alpha * math.expm1(x / alpha), alpha=1.0, tried={"alpha": 0.7})
 unary(
     "threshold",
-    _threshold,
+    torch.threshold,
     lambda x, threshold, value: x if x > threshold else float(value),
     threshold=0.0,
     value=0.0,

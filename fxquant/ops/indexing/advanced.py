@@ -13,20 +13,10 @@ from torch import Tensor, fx
 
 from fxquant.ir import functional
 from fxquant.ir.graph import Size, TensorFact, fact, is_parameter, resolve, shape_of
-from fxquant.ops.core import Builder, Call, Instead, Lowering, Quantized, Same, Trait, are_fixed, composite, known_size, places
-from fxquant.ops.core.declare import (
-    Branch,
-    dtype_of,
-    fixed_sizes,
-    function_and_method,
-    is_finite,
-    lowered,
-    on_the_output,
-    real,
-    selected,
-    spelled,
-)
+from fxquant.ops.core import Builder, Call, Lowering, Quantized, Trait, are_fixed, composite, known_size, lowered, places, selected
+from fxquant.ops.core.declare import Branch, dtype_of, fixed_sizes, function_and_method, is_finite, on_the_output, real, spelled
 from fxquant.ops.core.places import is_list
+from fxquant.ops.core.record import Instead, Same
 from fxquant.ops.core.samples import ALIGNED, NORMED, sampled
 from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.indexing.index import WHOLE, along_dimension, entries_of, getitem, pick, whole_index

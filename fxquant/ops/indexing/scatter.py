@@ -13,24 +13,11 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import TensorFact, fact, inherit, is_parameter, set_fact, shape_of
-from fxquant.ops.core import EXACT, FLOAT32_EXACT, NORMED, Builder, Call, Lowering, Quantized, Ratio, sampled, written
+from fxquant.ops.core import FLOAT32_EXACT, Builder, Call, Lowering, Quantized, Ratio, are_fixed, composite, known_size, lowered
 from fxquant.ops.core.casting import made_number
-from fxquant.ops.core.declare import (
-    Branch,
-    Guard,
-    are_fixed,
-    composite,
-    first_reason,
-    function_and_method,
-    has_dimensions,
-    is_finite,
-    known_size,
-    lowered,
-    meets,
-    on_the_output,
-    real,
-)
+from fxquant.ops.core.declare import Branch, Guard, first_reason, function_and_method, has_dimensions, is_finite, meets, on_the_output, real
 from fxquant.ops.core.record import INNER, Instead, Plain, Same, Trait, register
+from fxquant.ops.core.samples import EXACT, NORMED, sampled, written
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.comparison import amax, amin, largest_along, smallest_along
 from fxquant.ops.elementwise.whole import alike

@@ -178,9 +178,9 @@ def refuses_adaptive(rank: int, sums: bool) -> Guard:
             return "its output size is computed"
         if not sums:
             return None
-        window = _kernel(shape, counts)
-        largest = [max(b - a for a, b in uneven_windows(*row)) for row in zip(shape[-rank:], counts, strict=True)]
-        limit = POOLED_EXACT if window is not None and window != known_sizes(shape[-rank:]) else FLOAT32_EXACT
+        window, lengths = _kernel(shape, counts), known_sizes(shape[-rank:])
+        largest = [max(b - a for a, b in uneven_windows(*row)) for row in zip(lengths, counts, strict=True)]
+        limit = POOLED_EXACT if window is not None and window != lengths else FLOAT32_EXACT
         return too_many(largest, limit)
 
     return first_reason(windows.needs_batch(rank), refuses)

@@ -27,8 +27,10 @@ from fxquant.ops.movement.repeating import cat, stack
 from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.primitives import loop
 
-
 # ---- Between the steps of a loop and the tensors around it: see `ir.loops` -------------------------------------------
+MARKS: dict[Any, Callable[..., Tensor]] = {}  # the primitives, by the functions of their operators
+
+
 def _mark(primitive: Callable[..., Tensor], **more: Any) -> Callable[..., Tensor]:
     """Declare the operator of a primitive between steps: with the primitive's arguments and docstring, and "loop_" before its name."""
     arguments = list(inspect.signature(primitive).parameters)[1:]
@@ -38,10 +40,12 @@ def _mark(primitive: Callable[..., Tensor], **more: Any) -> Callable[..., Tensor
 
     lower.__name__, lower.__doc__ = f"loop_{primitive.__name__}", primitive.__doc__
     more |= {"settings": dict.fromkeys(arguments, inspect.Parameter.empty), "by_name": False, "demand": Same(), "moves": True}
-    return lowered(function=lambda *args, **settings: primitive(*args, **settings), **more)(lower)
+    function: Callable[..., Tensor] = lowered(function=lambda *args, **settings: primitive(*args, **settings), **more)(lower)
+    MARKS[function] = primitive
+    return function
 
 
-loop_item, loop_state, loop_carry, loop_last = map(_mark, (loop.item, loop.state, loop.carry, loop.last))
+loop_item, loop_state, loop_carry, loop_last = _mark(loop.item), _mark(loop.state), _mark(loop.carry), _mark(loop.last)
 loop_stack = _mark(loop.stack, reads=("count",))
 fx.node.has_side_effect(loop_carry)
 
@@ -361,8 +365,7 @@ def lstm_cell(
     bias_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute one step of an LSTM: the state and the cell."""
-    hidden, cell = _cell(torch.lstm_cell, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
-    return hidden, cell
+    return _cell(torch.lstm_cell, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)  # type: ignore[return-value]
 
 
 def gru_cell(
