@@ -34,9 +34,9 @@ from fxquant.frontend.onnx_operators import (
     convolution,
     linear,
     recurrent,
+    reshape,
     simplified,
 )
-from fxquant.frontend.onnx_shapes import reshape
 from fxquant.support import logger
 
 if TYPE_CHECKING:
@@ -212,13 +212,12 @@ class _Reader:
         if not isinstance(value, _Constant):
             return value
         content = value.value
-        if row is not None and isinstance(content, Tensor):
-            if index in row.numbers:
-                return as_numbers(content)
-            if row.elementwise and content.numel() == 1 and content.dim() < 2:
-                return content.item()
         if not isinstance(content, Tensor):
             return content
+        if row is not None and index in row.numbers:
+            return as_numbers(content)
+        if row is not None and row.elementwise and content.numel() == 1 and content.dim() < 2:
+            return content.item()
         if id(value) not in self.attributes:
             name = re.sub(r"\W+", "_", value.name).strip("_")
             while hasattr(self.root, name):
@@ -283,10 +282,8 @@ class _Reader:
         kind = f"{node.domain}.{node.op_type}".removeprefix("ai.onnx.").lstrip(".")
         at = f"{self.name}: {node.op_type} {node.name or node.output[0]}"
         if not because and _QUANTIZED.search(kind):
-            because, remedy = (
-                f"its operator {kind} computes with integers whose scales another tool chose",
-                "give the float file it was made from",
-            )
+            because = f"its operator {kind} computes with integers whose scales another tool chose"
+            remedy = "give the float file it was made from"
             raise ConfigurationError(f"{self.name} is quantized already", at=at, because=because, remedy=remedy)
         because = because or "no function computes it in PyTorch's calls"
         remedy = "export the network without it, or pass the nn.Module that the file was exported from"
@@ -329,9 +326,8 @@ def _free_batch(module: fx.GraphModule) -> None:
 def _begins_with(twice: Tensor, once: Tensor, batch: int) -> bool:
     """Return whether two tensors differ in the size of one dimension, that is the batch of the second, and the first begins with it."""
     differing = [dim for dim, (a, b) in enumerate(zip(once.shape, twice.shape, strict=True)) if a != b]
-    if len(differing) != 1 or once.shape[differing[0]] != batch:
-        return False
-    return torch.allclose(twice.narrow(differing[0], 0, batch), once, 1e-3, 1e-4)
+    alone = len(differing) == 1 and once.shape[differing[0]] == batch
+    return alone and torch.allclose(twice.narrow(differing[0], 0, batch), once, 1e-3, 1e-4)
 
 
 def _freed(shape: tuple[int, ...], once: torch.Size, twice: torch.Size) -> tuple[int, ...]:
