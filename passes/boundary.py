@@ -163,18 +163,16 @@ def _is_on(operand: fx.Node, asked: ActivationConfig) -> bool:
     operand_spec = annotation(operand)
     if operand_spec is None or operand_spec.dtype is None or operand_spec.dtype in PLAIN_TYPES or operand_spec.dtype == "int32":
         return True
-    if operand_spec.dtype != asked.dtype:
-        return False
-    return asked.fixed_grid is None or result_config(operand).fixed_grid == asked.fixed_grid
+    given = asked.fixed_grid
+    return operand_spec.dtype == asked.dtype and (given is None or result_config(operand).fixed_grid == given)
 
 
 def _made(node: fx.Node, operand: fx.Node, spec: Annotation) -> fx.Node:
     """Insert a requantization of the operand, named after `node`: before `node`, its reader, or after it if `node` is the operand."""
     with node.graph.inserting_after(node) if node is operand else node.graph.inserting_before(node):
         name = f"{node.name}_{REQUANTIZE.name}"
-        added = inherit(
-            node.graph.create_node("call_function", REQUANTIZE.function, (operand,), {}, name=name), node, "boundary.requantize"
-        )
+        created = node.graph.create_node("call_function", REQUANTIZE.function, (operand,), {}, name=name)
+    added: fx.Node = inherit(created, node, "boundary.requantize")
     set_fact(added, fact(operand))
     annotate(added, spec)
     whole = part(node)

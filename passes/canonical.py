@@ -217,14 +217,10 @@ def _computes_parameter(node: fx.Node) -> bool:
     """Return whether a node is computed from parameters alone, without random numbers; it is then not rewritten."""
     if node.op == "call_module":
         return facts.is_parameter(node)  # a custom function of a weight
-    if (
-        node.op not in ("call_function", "call_method")
-        or not node.all_input_nodes
-        or not all(map(facts.is_parameter, node.all_input_nodes))
-    ):
+    read = node.all_input_nodes
+    if node.op not in ("call_function", "call_method") or not read or not all(map(facts.is_parameter, read)):
         return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    packet = getattr(torch.ops.aten, re.sub(r"(?<=dropout)\dd$", "", name), None)  # aten has no operator dropout2d
+    packet = getattr(torch.ops.aten, re.sub(r"(?<=dropout)\dd$", "", facts.target_name(node)), None)  # aten has no operator dropout2d
     return packet is None or not any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads())
 
 
@@ -234,12 +230,9 @@ def _pass_by(node: fx.Node, context: Context) -> None:
     assert operator is not None
     arguments = operator.arguments(node)
     operands = ops.operands_of(node)
-    if (
-        len(operands) != 1
-        or ops.operator_of(operands[0]) is None
-        or not isinstance(facts.fact(node), TensorFact)
-        or facts.gradient_changes(node)
-    ):
+    if len(operands) != 1 or ops.operator_of(operands[0]) is None:
+        return
+    if not isinstance(facts.fact(node), TensorFact) or facts.gradient_changes(node):
         return
     if facts.fact(operands[0]) == facts.fact(node) and operator.refuses(node, arguments) is None and operator.idle(arguments):
         facts.pass_on(operands[0], node)
@@ -312,16 +305,13 @@ def _recognise_module(node: fx.Node, module: nn.Module) -> tuple[Operator, dict[
     arguments = extract(module)
     if isinstance(arguments, Instead):
         operator, arguments = OPERATORS[arguments.function], arguments.arguments
-    return operator, arguments if isinstance(arguments, str) else _bind_module(operator, node.args, node.kwargs, arguments)
-
-
-def _bind_module(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any] | str:
-    """Return the arguments of a module's call and the module's `settings`, without the keywords in `Operator.read_off`."""
-    keywords = {name: value for name, value in kwargs.items() if name not in operator.read_off}
-    twice = [place for place, name in enumerate(operator.parameter_names[: len(args)]) if name in settings]
+    if isinstance(arguments, str):
+        return operator, arguments
+    keywords = {name: value for name, value in node.kwargs.items() if name not in operator.read_off}
+    twice = [place for place, name in enumerate(operator.parameter_names[: len(node.args)]) if name in arguments]
     if twice and not operator.read_off:
-        return "its arguments have an integer form only if they are passed by name"
-    return _bind(operator, args[: twice[0]] if twice else args, {**settings, **keywords})
+        return operator, "its arguments have an integer form only if they are passed by name"
+    return operator, _bind(operator, node.args[: twice[0]] if twice else node.args, {**arguments, **keywords})
 
 
 def _bind(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str:
@@ -369,7 +359,7 @@ def promoted(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str,
     result = facts.fact(node)
     if not isinstance(result, TensorFact) or isinstance(arguments, str):
         return None
-    read = [value for value in _nodes(arguments) if not facts.is_parameter(value) and isinstance(facts.fact(value), TensorFact)]
+    read = [value for value in facts.nodes_in(arguments) if not facts.is_parameter(value) and isinstance(facts.fact(value), TensorFact)]
     if Trait.COMPARES_WITH_ZERO in operator.traits and result.dtype == torch.bool:
         numbers = [arguments[name] for name in operator.reads if not isinstance(arguments[name], fx.Node)]
         if not numbers and all(facts.fact(value).dtype == torch.bool for value in read):
@@ -423,13 +413,7 @@ def _is_index(value: fx.Node) -> bool:
 
 
 def _read(operator: Operator, arguments: dict[str, Any]) -> list[fx.Node]:
-    return _nodes({name: arguments.get(name) for name in operator.operands or operator.reads})
-
-
-def _nodes(arguments: dict[str, Any]) -> list[fx.Node]:
-    nodes: list[fx.Node] = []
-    fx.map_arg(list(arguments.values()), nodes.append)
-    return nodes
+    return facts.nodes_in([arguments.get(name) for name in operator.operands or operator.reads])
 
 
 def truth(value: Any, build: Builder) -> Any:
@@ -587,23 +571,12 @@ def fold_sizes(node: fx.Node) -> None:
     """Replace slice bounds and sizes that are computed from constants alone by numbers, in the arguments of a raw node."""
     if node.op not in ("call_function", "call_method"):
         return
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if not any(map(facts.is_parameter, node.all_input_nodes)):
         return
-    arguments: Any = (_bounds(tuple(node.args[1:])), _bounds(dict(node.kwargs)))
-    if name in SIZED:
+    arguments: Any = facts.own((node.args[1:], node.kwargs), lambda bounds: fx.map_arg(bounds, _number), slice)
+    if facts.target_name(node) in SIZED:
         arguments = fx.map_arg(arguments, _number)
     node.args, node.kwargs = (*node.args[:1], *arguments[0]), dict(arguments[1])
-
-
-def _bounds(value: Any) -> Any:
-    """Return a nest with numbers for the bounds of its slices."""
-    if isinstance(value, slice):
-        return fx.map_arg(value, _number)
-    if isinstance(value, list | tuple):
-        items = [_bounds(item) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    return {key: _bounds(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _number(value: fx.Node) -> Any:

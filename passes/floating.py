@@ -75,7 +75,7 @@ def needed_in_float(gm: fx.GraphModule, offered: Collection[str]) -> dict[fx.Nod
         **dict.fromkeys(masked, "it adds an attention mask in front of a softmax, which is in float"),
         **dict.fromkeys(_computing_masks(gm), "it computes an attention mask, which stays in float"),
         **dict.fromkeys(_computing_whole_numbers(gm), "a grid would round its integers before they are truncated"),
-        **dict.fromkeys(divisors(gm), "its result is read by a divisor or a logarithm in float and must not be rounded to 0"),
+        **dict.fromkeys(leading_to(gm, _divides), "its result is read by a divisor or a logarithm in float and must not be rounded to 0"),
         **({} if "int16" in offered else _around_poles(gm)),
     }
 
@@ -128,7 +128,7 @@ def _no_real_numbers(operand: fx.Node) -> str | None:
 
 def in_front_of_softmax(gm: fx.GraphModule) -> set[fx.Node]:
     """Return the nodes whose results lead to softmaxes, and the like, and to nothing else, through operators without weights."""
-    return _leading(gm, lambda reader, node: _ranks(gm, reader))
+    return leading_to(gm, lambda reader, _: _ranks(gm, reader))
 
 
 def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
@@ -170,20 +170,15 @@ def _is_real(node: fx.Node) -> bool:
     return isinstance(first, TensorFact) and first.dtype.is_floating_point
 
 
-def given(gm: fx.GraphModule) -> set[fx.Node]:
-    """Return the constants, inputs and sizes of a graph, and the nodes computed from them by operators without weights."""
+def given(gm: fx.GraphModule, which: Callable[[fx.Node], bool] = lambda _: True) -> set[fx.Node]:
+    """Return the constants, sizes and `which` inputs of a graph, and the nodes computed from them by operators without weights."""
     plain: set[fx.Node] = set()
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
-        starts = node.op == "placeholder" or is_parameter(node) or reads_shape_only(node)
+        starts = (node.op == "placeholder" and which(node)) or is_parameter(node) or reads_shape_only(node)
         if starts or (node.op in ("call_function", "call_method") and inputs and plain.issuperset(inputs) and not has_weights(node)):
             plain.add(node)
     return plain
-
-
-def divisors(gm: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes whose results are part of a float operator's divisor, or of a logarithm's operand, and of nothing else."""
-    return _leading(gm, _divides)
 
 
 def _around_poles(gm: fx.GraphModule) -> dict[fx.Node, str]:
@@ -191,7 +186,7 @@ def _around_poles(gm: fx.GraphModule) -> dict[fx.Node, str]:
 
     A small square has hardly any of its 8 bits left, and the function is largest there.
     """
-    leading, reasons = _leading(gm, lambda reader, node: _is_pole(reader)), dict[fx.Node, str]()
+    leading, reasons = leading_to(gm, lambda reader, node: _is_pole(reader)), dict[fx.Node, str]()
     for node in gm.graph.nodes:
         after = next((operand for operand in node.all_input_nodes if operand in reasons and operand in leading), None)
         if node in leading and part(node) is None and (after is not None or _makes_smaller(node)):
@@ -220,12 +215,15 @@ def _is_pole(node: fx.Node) -> bool:
     return starts_steep or has_pole(operator.name, arguments)
 
 
-def _leading(gm: fx.GraphModule, ends: Ends) -> set[fx.Node]:
-    """Return the nodes of the table, without sums of products, all of whose readers are ends or lead to ends."""
+def _passes_on(node: fx.Node) -> bool:
+    return operator_of(node) is not None and not has_weights(node)
+
+
+def leading_to(gm: fx.GraphModule, ends: Ends, among: Callable[[fx.Node], bool] = _passes_on) -> set[fx.Node]:
+    """Return the nodes `among` these, of the table without sums of products, all of whose readers are ends or lead to ends."""
     nodes: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
-        in_table = operator_of(node) is not None and not has_weights(node) and node.users
-        if in_table and all(reader in nodes or ends(reader, node) for reader in node.users):
+        if node.users and among(node) and all(reader in nodes or ends(reader, node) for reader in node.users):
             nodes.add(node)
     return nodes
 
@@ -250,14 +248,11 @@ def _computing_masks(gm: fx.GraphModule) -> set[fx.Node]:
     Nodes that are computed from booleans and integers are left out: they are exact on integers.
     Nodes that distinguish the largest of a row are left out, too.
     """
-    plain, nodes, ranked = given(gm), set(), set[fx.Node]()
-    for node in reversed(gm.graph.nodes):
-        if node in plain and node.users and all(reader in nodes or _reads_mask(reader, node) for reader in node.users):
-            nodes.add(node)
+    ranked = set[fx.Node]()
     for node in gm.graph.nodes:
         if node.target is finely or not ranked.isdisjoint(node.all_input_nodes):
             ranked.add(node)
-    return {node for node in nodes - ranked if not _of_plain_values(node)}
+    return {node for node in leading_to(gm, _reads_mask, given(gm).__contains__) - ranked if not _of_plain_values(node)}
 
 
 def _computing_whole_numbers(gm: fx.GraphModule) -> set[fx.Node]:
@@ -265,19 +260,9 @@ def _computing_whole_numbers(gm: fx.GraphModule) -> set[fx.Node]:
 
     A logarithm of 0 that a `where` does not choose is not a defect of a batch there.
     """
-    whole, nodes = set[fx.Node](), set[fx.Node]()
-    for node in gm.graph.nodes:
-        node_fact, inputs = fact(node), node.all_input_nodes
-        starts = node.op == "placeholder" and isinstance(node_fact, TensorFact) and not node_fact.dtype.is_floating_point
-        computed = node.op in ("call_function", "call_method") and inputs and whole.issuperset(inputs) and not has_weights(node)
-        if starts or computed or is_parameter(node) or reads_shape_only(node):
-            whole.add(node)
-    for node in reversed(gm.graph.nodes):
-        node_fact = fact(node)
-        real = isinstance(node_fact, TensorFact) and node_fact.dtype == torch.float32 and not is_parameter(node)
-        if real and node in whole and node.users and all(reader in nodes or calls(reader, truncated) for reader in node.users):
-            nodes.add(node)
-    return nodes
+    whole = given(gm, lambda node: isinstance(input_fact := fact(node), TensorFact) and not input_fact.dtype.is_floating_point)
+    real = {node for node in whole if isinstance(of := fact(node), TensorFact) and of.dtype == torch.float32 and not is_parameter(node)}
+    return leading_to(gm, lambda reader, _: calls(reader, truncated), real.__contains__)
 
 
 def _of_plain_values(node: fx.Node) -> bool:

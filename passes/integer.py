@@ -101,7 +101,11 @@ class GraphLowering(Lowering):
         call.meta["origin"] = self.name
         facts.set_fact(call, self.writing.shapes.infer(call))
         self.made.append(call)
-        _inherit_grid(call)
+        # A primitive that only moves or clamps integers has the scale of its operand.
+        operand = arguments[0][0] if isinstance(arguments[0], list | tuple) else arguments[0]
+        grid = qparams(operand) if isinstance(operand, fx.Node) else None
+        if PRIMITIVES[primitive].zero_point is ZeroPoint.EQUIVARIANT and grid is not None and grid.axis is None:
+            set_qparams(call, grid)
         return call
 
     def size(self, value: fx.Node, dim: int) -> fx.Node:
@@ -193,15 +197,6 @@ def _described(grid: Grid) -> QParams:
     return QParams(scales[0] if one else scales, grid.type.name, None if one else -grid.scale.dim(), grid.zero_point)
 
 
-def _inherit_grid(node: fx.Node) -> None:
-    """Set the scale of the operand as the node's, if the primitive only moves or clamps integers."""
-    operand = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
-    grid = qparams(operand) if isinstance(operand, fx.Node) else None
-    stays = PRIMITIVES[node.target].zero_point is ZeroPoint.EQUIVARIANT  # type: ignore[index]
-    if stays and qparams(node) is None and grid is not None and grid.axis is None:
-        set_qparams(node, grid)
-
-
 class Environment(dict[fx.Node, fx.Node]):
     """The new node of each old one; a parameter that something still reads is copied when it is asked for."""
 
@@ -232,7 +227,15 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
             if node.op == "get_attr":
                 start.prepend(node)
     replace_graph(gm, graph)
-    _drop_unused(gm, writing.container)
+    # Of the modules and tensors of the float model, copies of those alone stay that the graph reads.
+    paths = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
+    paths.update(gm.meta[CARRIED].modules() if CARRIED in gm.meta else ())
+    copies = facts.own_copies({path: facts.resolve(gm, path) for path in sorted(paths) if not path.startswith(f"{writing.container}.")})
+    for name in (*gm._modules, *gm._parameters, *gm._buffers):
+        if name != writing.container:
+            delattr(gm, name)
+    for path, value in copies.items():
+        facts.attach(gm, path, value)
     return changes
 
 
@@ -351,18 +354,6 @@ def _referring(arguments: dict[str, Any], environment: dict[fx.Node, fx.Node]) -
         if not any(map(facts.is_parameter, nodes)) or (isinstance(value, list) and not all(map(facts.is_parameter, nodes))):
             plain[name] = fx.node.map_aggregate(value, refer) if nodes else value
     return plain
-
-
-def _drop_unused(gm: fx.GraphModule, container: str) -> None:
-    """Keep copies of only those modules and tensors of the float model that the graph reads, and the new constants in `container`."""
-    paths = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
-    paths.update(gm.meta[CARRIED].modules() if CARRIED in gm.meta else ())
-    copies = facts.own_copies({path: facts.resolve(gm, path) for path in sorted(paths) if not path.startswith(container + ".")})
-    for name in (*gm._modules, *gm._parameters, *gm._buffers):
-        if name != container:
-            delattr(gm, name)
-    for path, value in copies.items():
-        facts.attach(gm, path, value)
 
 
 # ---- Kernels --------------------------------------------------------------------------------------------------------

@@ -44,9 +44,8 @@ class LayerScale(Fusion):
 
     def __init__(self, gm: fx.GraphModule, context: Context) -> None:
         super().__init__(gm, context)
-        self.ways: dict[
-            fx.Node, tuple[list[fx.Node], fx.Node]
-        ] = {}  # by the product or sum: the layer, permutations after it, and the constant
+        # By the product or sum: the layer, permutations after it, and the constant.
+        self.ways: dict[fx.Node, tuple[list[fx.Node], fx.Node]] = {}
         self.took: set[fx.Node] = set()  # layers whose result's grid is that of a product or sum which they took in
 
     def match(self, node: fx.Node) -> list[fx.Node] | None:
@@ -55,12 +54,9 @@ class LayerScale(Fusion):
         for operand, factors in (node.args[:2], node.args[1::-1]):
             if operand is not node.args[0] and not calls(node, mul) and _times(node) != 1:
                 continue  # the layer's result is multiplied before it is added or subtracted
-            if (
-                not isinstance(operand, fx.Node)
-                or not isinstance(factors, fx.Node)
-                or facts.is_parameter(operand)
-                or not facts.is_parameter(factors)
-            ):
+            if not isinstance(operand, fx.Node) or not isinstance(factors, fx.Node):
+                continue
+            if facts.is_parameter(operand) or not facts.is_parameter(factors):
                 continue
             way = _way_from_layer(operand)
             if not way or facts.shape_of(operand) != facts.shape_of(node):

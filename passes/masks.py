@@ -8,14 +8,14 @@ elements that it keeps are still added. Factors of the masked scores stay in pla
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxquant.ir.graph import TensorFact, absorb, fact, inherit, is_parameter, refusal, set_fact
-from fxquant.ops import Operator, Trait, calls, operator_of
+from fxquant.ops import Trait, calls, operator_of
 from fxquant.ops.attention.softmax import (
     ABSORBING,
     Hiding,
@@ -116,20 +116,16 @@ class Search:
         record = operator_of(node)
         if record is None or (record.function is not where and record.refuses(node, record.arguments(node)) is not None):
             return None
-        method = self._method(record)
-        return None if method is None else method(node, record.arguments(node))
-
-    def _method(self, record: Operator) -> Callable[[fx.Node, dict[str, Any]], fx.Node | None] | None:
-        """Return the method that removes masks from the operands of this operator; None if there is none."""
+        arguments = record.arguments(node)
         if record.function is where:
-            return self._chosen
+            return self._chosen(node, arguments)
         if record.function is identity:
-            return self._same
+            return self._same(node, arguments)
         if Trait.AFFINE in record.traits:
-            return self._sum if Trait.ADDS in record.traits else self._multiple
+            return self._sum(node, arguments) if Trait.ADDS in record.traits else self._multiple(node, arguments)
         if Trait.BOUNDED_BELOW in record.traits:
-            return self._limited
-        return self._move if Trait.REARRANGES in record.traits else None
+            return self._limited(node, arguments)
+        return self._move(node, arguments) if Trait.REARRANGES in record.traits else None
 
     def _same(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
         clean = self._without(arguments["input"])

@@ -221,12 +221,8 @@ def _elements(node: fx.Node) -> int:
 def _is_function(node: fx.Node, context: Context) -> bool:
     """Return whether a node is a function of one tensor, without a rule that gives it a grid, and small enough for the host."""
     tensor = facts.fact(node)
-    if (
-        facts.refusal(node) is not None
-        or not isinstance(tensor, TensorFact)
-        or tensor.dtype != torch.float32
-        or len(ops.operands_of(node)) != 1
-    ):
+    real = isinstance(tensor, TensorFact) and tensor.dtype == torch.float32
+    if facts.refusal(node) is not None or not real or len(ops.operands_of(node)) != 1:
         return False
     if ops.traits_of(node).isdisjoint({Trait.ELEMENTWISE, Trait.SOFTMAX, Trait.AFFINE}) or decide(node).output not in context.open:
         return False

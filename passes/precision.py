@@ -20,6 +20,7 @@ from fxquant.ops.elementwise.arithmetic import mul, sub, true_divide
 from fxquant.ops.elementwise.table import steep
 from fxquant.ops.layers.linear import matmul
 from fxquant.ops.pooling.totals import mean
+from fxquant.passes.floating import leading_to
 from fxquant.passes.rewriting import decide
 from fxquant.pipeline import Context
 
@@ -103,12 +104,9 @@ def _scales(reader: fx.Node) -> bool:
 
 def _scores(gm: fx.GraphModule) -> list[fx.Node]:
     """Return matrix products that are scores of a softmax, and the nodes between."""
-    leading: set[fx.Node] = set()
     passing = {Trait.REARRANGES, Trait.MATRIX_PRODUCT, Trait.AFFINE}
-    for node in reversed(gm.graph.nodes):
-        passes_on = bool(node.users) and not passing.isdisjoint(traits_of(node))
-        if passes_on and all(Trait.SOFTMAX in traits_of(reader) or reader in leading for reader in node.users):
-            leading.add(node)
+    passes_on = {node for node in gm.graph.nodes if not passing.isdisjoint(traits_of(node))}
+    leading = leading_to(gm, lambda reader, _: Trait.SOFTMAX in traits_of(reader), passes_on.__contains__)
     of_products: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node in leading and (calls(node, matmul) or any(operand in of_products for operand in node.all_input_nodes)):

@@ -26,8 +26,7 @@ def _check_target(gm: fx.GraphModule, context: Context) -> None:
     """Raise ConfigurationError if the qconfig asks for dynamic quantization, and the target does not have it."""
     if context.target.dynamic:
         return
-    asked = [*(pair for pair in context.qconfig.rules()), *attributes(gm, context.attached), (DEFAULT, context.qconfig.default)]
-    for rule, chosen in asked:
+    for rule, chosen in (*context.qconfig.rules(), *attributes(gm, context.attached), (DEFAULT, context.qconfig.default)):
         if is_dynamic(chosen):
             what = f"{context.target.name} has no dynamic quantization, which the qconfig's {rule} asks for"
             because = "its operators compute with scales that are constants of the model"
@@ -105,11 +104,8 @@ def quantize_stubs(gm: fx.GraphModule, context: Context) -> int:
         demanded, config = facts.stated_demand(node), decide(node).config
         nearest = rules[0][0]
         # A rule is about this stub alone where it names the stub, its class or its node, or stands on it.
-        own = (
-            is_named(node)
-            or (nearest.kind in ("name", "attribute") and nearest.key == facts.module_path(node))
-            or nearest.kind == "pattern"
-        )
+        stands_on_it = nearest.kind in ("name", "attribute") and nearest.key == facts.module_path(node)
+        own = is_named(node) or stands_on_it or nearest.kind == "pattern"
         if demanded is None and not (own and config is not None and not config.dynamic):
             operand = node.all_input_nodes[0]
             if operand.op == "placeholder" and not facts.module_path(operand):

@@ -13,7 +13,7 @@ from torch import fx
 
 from fxquant.errors import ScaleConflict
 from fxquant.ir.graph import annotate, annotation, observed, set_observed, ties
-from fxquant.numerics.grids import ACTIVATION_TYPES, EVERYTHING, Interval
+from fxquant.numerics.grids import ACTIVATION_TYPES, EVERYTHING
 from fxquant.ops import Own, demand, matters, on_grid_of, operands_of, operator_of, shares, sharing_operands
 from fxquant.ops.core.composite import DEQUANTIZE
 from fxquant.passes.rewriting import decide, result_config
@@ -79,7 +79,12 @@ def _observe(gm: fx.GraphModule, context: Context) -> None:
         spec = annotation(node)
         assert spec is not None
         bits = None if spec.dtype is None else ACTIVATION_TYPES[spec.dtype].bits
-        intervals = [_wanted(reader, bits, context) for reader in node.users]
+        intervals = [
+            matters(reader, observed(reader) or EVERYTHING, bool(sharing_operands(reader, context.target.arithmetic)), bits)
+            if is_integer(reader)
+            else EVERYTHING
+            for reader in node.users
+        ]
         demanded = demand(node)
         limit = demanded.limit if isinstance(demanded, Own) and demanded.limit is not None else math.inf
         interval = max(-limit, min(low for low, _ in intervals)), min(limit, max(high for _, high in intervals))
@@ -90,12 +95,6 @@ def _observe(gm: fx.GraphModule, context: Context) -> None:
             low, high = interval
             within = f"above {low:g}" if high == math.inf else f"below {high:g}" if low == -math.inf else f"from {low:g} to {high:g}"
             annotate(node, replace(spec, because=f"{spec.because}; only its values {within} make a difference"))
-
-
-def _wanted(reader: fx.Node, bits: int | None, context: Context) -> Interval:
-    if not is_integer(reader):
-        return EVERYTHING
-    return matters(reader, observed(reader) or EVERYTHING, bool(sharing_operands(reader, context.target.arithmetic)), bits)
 
 
 def _check(group: list[fx.Node], demands: nx.Graph) -> None:

@@ -87,14 +87,8 @@ def _why_float(
     because = _why_beside_float(node, operands)
     if because is not None:
         return because
-    plain = isinstance(demand(node), Plain)
-    if (
-        qconfig.output.dtype == "int32"
-        and not plain
-        and not shares(node)
-        and Trait.SUMS not in operator.traits
-        and not facts.is_inner_part(node)
-    ):
+    rounded = Trait.SUMS not in operator.traits and not shares(node) and not isinstance(demand(node), Plain)
+    if qconfig.output.dtype == "int32" and rounded and not facts.is_inner_part(node):
         return f"{operator.name} has no 32-bit output: it forms no sum of products"
     return None
 
@@ -127,7 +121,7 @@ def _written(gm: fx.GraphModule, node: fx.Node) -> str:
     """Return the name of a node as it was written: the module's class, or the function's name."""
     if node.op == "call_module":
         return type(facts.resolve(gm, str(node.target))).__name__
-    name: str = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    name = facts.target_name(node)
     return name.lstrip("_") or name  # PyTorch's functions are called by private ones
 
 
