@@ -166,7 +166,15 @@ def _in_steps(
 
 def _compared(inputs: ExampleInputs, trace_at: _TraceAt, check: bool) -> Handler:
     """Return a trace that another one, at other sizes, does not contradict."""
-    recording = _recorded(inputs, trace_at)
+    try:
+        recording = trace_at(inputs)
+    except TraceError as error:
+        if error.__cause__ is None or inputs.batch is None or inputs.sizes.others or not _runs_at_one_size(inputs, trace_at):
+            raise
+        what = f"the batch size of the example, {inputs.batch}, is written into forward"
+        because = f"with that size forward runs; with another one this line fails: {error.because}"
+        remedy = "write x.shape[0], or -1, in place of the number, or pass options=fxq.Options(dynamic_shapes={}) to fix the batch size"
+        raise TraceError(what, at=error.at, because=because, remedy=remedy) from error.__cause__
     if check and (inputs.batch is not None or inputs.sizes.others):
         compare_recordings(recording, trace_at(inputs, again=True))
     return recording
@@ -182,18 +190,6 @@ def _modes_in_training(inputs: ExampleInputs, trace_at: _TraceAt, recording: Han
     except FxQuantError:  # forward cannot be traced in train mode: the modes of eval mode hold
         return {}
     return {line: enabled for line, enabled in again.items() if lines.get(line, enabled) != enabled}
-
-
-def _recorded(inputs: ExampleInputs, trace_at: _TraceAt) -> Handler:
-    try:
-        return trace_at(inputs)
-    except TraceError as error:
-        if error.__cause__ is None or inputs.batch is None or inputs.sizes.others or not _runs_at_one_size(inputs, trace_at):
-            raise
-        what = f"the batch size of the example, {inputs.batch}, is written into forward"
-        because = f"with that size forward runs; with another one this line fails: {error.because}"
-        remedy = "write x.shape[0], or -1, in place of the number, or pass options=fxq.Options(dynamic_shapes={}) to fix the batch size"
-        raise TraceError(what, at=error.at, because=because, remedy=remedy) from error.__cause__
 
 
 def _runs_at_one_size(inputs: ExampleInputs, trace_at: _TraceAt) -> bool:

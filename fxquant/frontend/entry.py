@@ -87,7 +87,14 @@ def _follow_mode(program: Any) -> list[str]:
             if not isinstance(node.target, torch._ops.OpOverload):
                 continue
             arguments = dict(zip([argument.name for argument in node.target._schema.arguments], node.args, strict=False))
-            names = _read_mode(node, arguments)
+            if arguments.get("running_mean", 0) is None:
+                continue
+            names = {name for name, value in arguments.items() if (value is True and name in _TRAINS) or (value and name == "dropout_p")}
+            if names:  # replaced by the mode, and a share to drop by its product with the mode
+                with graph.inserting_before(node):
+                    mode = graph.create_node("get_attr", "training")
+                    drop = graph.call_function(operator.mul, (arguments["dropout_p"], mode)) if "dropout_p" in names else None
+                node.args = tuple((arguments | {name: mode if arguments[name] is True else drop for name in names}).values())
             followed |= names
             inside += [node.name] if names and (arguments.get("dropout_p") or arguments.get("dropout")) else []
             if node.target is torch.ops.aten.add_.Tensor and not node.users and "num_batches_tracked" in str(node.args[0]):
@@ -98,19 +105,6 @@ def _follow_mode(program: Any) -> list[str]:
             " (Monte Carlo dropout), pass the nn.Module"
         )
     return [f"dropout inside of attention and of recurrent layers is off in TRAIN: {', '.join(inside)}"] if inside else []
-
-
-def _read_mode(node: fx.Node, arguments: dict[str, Any]) -> set[str]:
-    """Replace the arguments of an operator that are true in train mode alone, and a share to drop, by the mode; return their names."""
-    if arguments.get("running_mean", 0) is None:
-        return set()
-    replaced = {name for name, value in arguments.items() if (value is True and name in _TRAINS) or (value and name == "dropout_p")}
-    if replaced:
-        with node.graph.inserting_before(node):
-            mode = node.graph.create_node("get_attr", "training")
-            drop = node.graph.call_function(operator.mul, (arguments["dropout_p"], mode)) if "dropout_p" in replaced else None
-        node.args = tuple((arguments | {name: mode if arguments[name] is True else drop for name in replaced}).values())
-    return replaced
 
 
 def _in_gradient_mode(enabled: bool, function: Any, *args: Any) -> Any:
@@ -291,20 +285,20 @@ def noted_limits(graph: fx.Graph) -> BatchLimits:
 
 def batch_limits(traced: fx.Graph) -> BatchLimits:
     """Return the smallest and the largest batch size at which all shapes of a traced graph hold, in one walk over its nodes."""
-    runner, limits, checked = _Runner(), BatchLimits(), set()
+    mode, limits, checked = FakeTensorMode(allow_non_fake_inputs=True), BatchLimits(), set()
     for node in traced.nodes:
         if not _may_cut(node) or (key := _key(node)) in checked:
             continue
         checked.add(key)
-        if not runner.holds(node, BATCH_SIZES[0]):
+        if not _holds(mode, node, BATCH_SIZES[0]):
             continue  # it depends on more than sizes
-        small = [size for size in range(limits.smallest, BATCH_SIZES[0]) if not runner.holds(node, size)]
+        small = [size for size in range(limits.smallest, BATCH_SIZES[0]) if not _holds(mode, node, size)]
         if small:
             limits = BatchLimits(small[-1] + 1, limits.largest, node, limits.at_largest)
         large = LARGE if limits.largest is None else limits.largest
-        if runner.differs(node, large):
+        if not _holds(mode, node, large, failed=True):  # an operator that fails at a batch size says so itself
             sizes = range(BATCH_SIZES[1], large)
-            first = bisect.bisect_left(sizes, True, key=lambda size: runner.differs(node, size))
+            first = bisect.bisect_left(sizes, True, key=lambda size: not _holds(mode, node, size, failed=True))
             limits = BatchLimits(limits.smallest, sizes[0] + first - 1, limits.at_smallest, node)
     return limits
 
@@ -352,39 +346,30 @@ class _Uneven(Exception):
     """A size is not an integer at this batch size, as B/2 at an odd one: its fact says nothing there."""
 
 
-class _Runner:
-    """Runs single nodes of a graph on tensors without data."""
+def _holds(mode: FakeTensorMode, node: fx.Node, batch: int, *, failed: bool = False) -> bool:
+    """Return whether the node's result at a batch size has the shape and dtype of its fact; `failed` if PyTorch raises an error."""
+    try:
+        result, node_fact = _run(mode, node, batch), fact(node)
+        return bool(tuple(result.shape) == _size(node_fact, batch) and result.dtype == node_fact.dtype)
+    except _Uneven:
+        return True
+    except Exception:  # whatever PyTorch raises
+        return failed
 
-    def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def holds(self, node: fx.Node, batch: int, *, failed: bool = False) -> bool:
-        """Return whether the node's result at a batch size has the shape and dtype of its fact; `failed` if PyTorch raises an error."""
-        try:
-            result, node_fact = self._run(node, batch), fact(node)
-            return bool(tuple(result.shape) == _size(node_fact, batch) and result.dtype == node_fact.dtype)
-        except _Uneven:
-            return True
-        except Exception:  # whatever PyTorch raises
-            return failed
+def _run(mode: FakeTensorMode, node: fx.Node, batch: int) -> Any:
+    def example(operand: fx.Node) -> Any:
+        operand_fact = fact(operand)
+        if isinstance(operand_fact, BatchDim):
+            return _size(operand_fact, batch)
+        if isinstance(operand_fact, TensorFact):
+            return torch.empty(_size(operand_fact, batch), dtype=operand_fact.dtype, device="cpu")
+        return operand_fact if isinstance(operand_fact, int | float) else _run(mode, operand, batch)  # several results
 
-    def differs(self, node: fx.Node, batch: int) -> bool:
-        """Return whether its result is something else than its fact says; an operator that fails at a batch size says so itself."""
-        return not self.holds(node, batch, failed=True)
-
-    def _run(self, node: fx.Node, batch: int) -> Any:
-        def example(operand: fx.Node) -> Any:
-            operand_fact = fact(operand)
-            if isinstance(operand_fact, BatchDim):
-                return _size(operand_fact, batch)
-            if isinstance(operand_fact, TensorFact):
-                return torch.empty(_size(operand_fact, batch), dtype=operand_fact.dtype, device="cpu")
-            return operand_fact if isinstance(operand_fact, int | float) else self._run(operand, batch)  # several results
-
-        with self.mode:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), example)
-            function: Callable[..., Any] = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
-            return function(*args, **kwargs)
+    with mode:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), example)
+        function: Callable[..., Any] = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+        return function(*args, **kwargs)
 
 
 # ---- a graph at one batch size: every size in it is a number ---------------------------------------------------------
@@ -395,7 +380,17 @@ def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
     one it was traced with, where that is fixed.
     """
     require_one_size(model, "a model of a fixed batch")
-    _check_batch(model, batch_size)
+    limits = noted_limits(model.graph)
+    if not limits.smallest <= batch_size <= (limits.largest or batch_size):
+        because = f"the model slices its batch at a fixed index, and takes from {limits.smallest} to {limits.largest or 'any'} rows"
+        remedy = "pass a batch size between these"
+        raise ConfigurationError(f"batch_size={batch_size} cannot be used", because=because, remedy=remedy)
+    shapes = [node_fact.shape for node in model.graph.find_nodes(op="placeholder") if isinstance(node_fact := fact(node), TensorFact)]
+    traced = next((shape[0] for shape in shapes if shape), batch_size)
+    if traced != batch_size and not any(isinstance(size, BatchDim) for shape in shapes for size in shape):
+        because = f"the model was traced with fixed sizes, and a batch of {traced}"
+        remedy = f"leave it out, or trace with an example of {batch_size} rows, or without the option dynamic_shapes={{}}"
+        raise ConfigurationError(f"batch_size={batch_size} cannot be used", because=because, remedy=remedy)
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     for node in model.graph.nodes:
@@ -435,18 +430,3 @@ def _fact_at(node: fx.Node, batch_size: int) -> Any:
         because = f"here {error}"
         remedy = "pass a batch size that this line can divide"
         raise ConfigurationError(f"batch_size={batch_size} cannot be used", node=node, because=because, remedy=remedy) from None
-
-
-def _check_batch(model: fx.GraphModule, batch_size: int) -> None:
-    limits = noted_limits(model.graph)
-    if not limits.smallest <= batch_size <= (limits.largest or batch_size):
-        because = f"the model slices its batch at a fixed index, and takes from {limits.smallest} to {limits.largest or 'any'} rows"
-        remedy = "pass a batch size between these"
-        raise ConfigurationError(f"batch_size={batch_size} cannot be used", because=because, remedy=remedy)
-    shapes = [node_fact.shape for node in model.graph.find_nodes(op="placeholder") if isinstance(node_fact := fact(node), TensorFact)]
-    if not any(isinstance(size, BatchDim) for shape in shapes for size in shape):
-        traced = next((shape[0] for shape in shapes if shape), batch_size)
-        if traced != batch_size:
-            because = f"the model was traced with fixed sizes, and a batch of {traced}"
-            remedy = f"leave it out, or trace with an example of {batch_size} rows, or without the option dynamic_shapes={{}}"
-            raise ConfigurationError(f"batch_size={batch_size} cannot be used", because=because, remedy=remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -69,16 +70,14 @@ class Evaluator:
         key = (first.dtype, first.device, *((tensor.shape, tensor.stride()) for tensor in tensors))
         value = self._interned.get(key)
         if value is None:
-            value = self._interned[key] = Value(tuple(map(self._fake, tensors)))
+            with self.mode:
+                fakes = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device) for each in tensors]
+            value = self._interned[key] = Value(tuple(fakes))
         return value
 
     def known(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor whose content is known while tracing."""
         return Value((tensor,) * len(POINTS), self.intern(tensor))
-
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self.mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     def run(
         self, function: Callable[..., Any], args: Any, kwargs: Any, content: Content | int | None, substitutes: dict[int, Value]
@@ -89,7 +88,12 @@ class Evaluator:
         sample that fills them: 0, 1, or the seed of random numbers. `substitutes` are the values of plain tensors, by identity.
         """
         sides = {point: _Side(point, content, substitutes) for point in dict.fromkeys(self.points)}
-        results = {point: self._run_side(function, args, kwargs, side) for point, side in sides.items()}
+        results: dict[int, Any] = {}
+        for point, side in sides.items():
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                side_args, side_kwargs = side.arguments(args), side.arguments(kwargs)
+                with self.mode if side.content is None else contextlib.nullcontext():
+                    results[point] = function(*side_args, **side_kwargs)
         return Outcome(self._merge(*(results[point] for point in self.points)), *_alias(results[0], sides[0].traced))
 
     def run_on_content(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
@@ -110,14 +114,6 @@ class Evaluator:
             return None
         outcome.template = _without_content(outcome.template)
         return outcome if isinstance(outcome.template, Value) else None
-
-    def _run_side(self, function: Callable[..., Any], args: Any, kwargs: Any, side: _Side) -> Any:
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            args, kwargs = side.arguments(args), side.arguments(kwargs)
-            if side.content is not None:
-                return function(*args, **kwargs)
-            with self.mode:
-                return function(*args, **kwargs)
 
     def _merge(self, *seen: Any) -> Any:
         first = seen[0]
@@ -150,18 +146,17 @@ class Evaluator:
 Content = Callable[[torch.Tensor], torch.Tensor]  # what stands for a fake tensor of unknown content
 
 
-class _Filling:
-    """Makes tensors of one number, 0 or 1, or of numbers drawn from another seed."""
+def _filling(sample: int) -> Content:
+    """Return a function that makes tensors of one number, 0 or 1, or of numbers drawn from another seed."""
+    generator = torch.Generator().manual_seed(sample)
 
-    def __init__(self, sample: int) -> None:
-        self._number = sample if sample in (0, 1) else None
-        self._generator = torch.Generator().manual_seed(sample)
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._number is not None:
-            return torch.full(tensor.shape, self._number, dtype=tensor.dtype, device=tensor.device)
-        drawn = torch.rand(tensor.shape, generator=self._generator, dtype=torch.float32, device="cpu")
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        if sample in (0, 1):
+            return torch.full(tensor.shape, sample, dtype=tensor.dtype, device=tensor.device)
+        drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
         return (drawn if tensor.dtype.is_floating_point or tensor.dtype.is_complex else drawn.round()).to(tensor.device, tensor.dtype)
+
+    return fill
 
 
 class _Side:
@@ -172,7 +167,7 @@ class _Side:
     def __init__(self, point: int, content: Content | int | None, substitutes: dict[int, Value]) -> None:
         self.point, self.substitutes = point, substitutes
         # Fills tensors of unknown content: a function, or a sample number; None: content must not be read.
-        self.content = _Filling(content) if isinstance(content, int) else content
+        self.content = _filling(content) if isinstance(content, int) else content
         self.traced: list[torch.Tensor] = []  # the tensors that replace traced ones, in order
 
     def arguments(self, arg: Any) -> Any:

@@ -7,7 +7,7 @@ return self.b(y)                           %detach = call_method detach(%a)
 
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -92,29 +92,23 @@ class Gradients:
             return
         if node_fact is not None and not isinstance(node_fact, TensorFact | tuple | list | dict):
             return
-        outside = [user for user in node.users if user not in self._without and not is_stop(user) and not self._reroutes(user, node)]
+        outside = [user for user in node.users if user not in self._without and not is_stop(user)]
+        # A custom backward may read the node for its value alone, and pass no gradient to it.
+        outside = [each for each in outside if str(each.target) not in self.rules or len(each.args) < 2 or node in each.args[1:]]
         if not outside or all(graph.reads_shape_only(user) for user in outside):
             return
         with recorded.inserting_after(node):
             written: tuple[str, Any] = ("call_method", "detach") if isinstance(node_fact, TensorFact) else ("call_function", stopped)
             inserted = recorded.create_node(*written, (node,))
-        _take_facts(inserted, node)
+        graph.describe(inserted, node_fact, graph.source(node), graph.module_path(node))
+        graph.attach_qconfigs(inserted, graph.attached_qconfigs(node))
         for user in outside:
             user.replace_input_with(node, inserted)
-
-    def _reroutes(self, user: fx.Node, node: fx.Node) -> bool:
-        """Return whether a node reads another for its value alone, and passes no gradient to it."""
-        return user.op == "call_module" and str(user.target) in self.rules and len(user.args) > 1 and node not in user.args[1:]
 
 
 def is_stop(node: fx.Node) -> bool:
     """Return whether a node passes its operand on without gradients, as the user wrote it."""
     return node.target in ("detach", torch.detach, stopped) and node.op in ("call_method", "call_function")
-
-
-def _take_facts(inserted: fx.Node, node: fx.Node) -> None:
-    graph.describe(inserted, graph.fact(node), graph.source(node), graph.module_path(node))
-    graph.attach_qconfigs(inserted, graph.attached_qconfigs(node))
 
 
 _NOT_KEPT = {
@@ -127,17 +121,13 @@ def about_gradients(handler: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Apply a tensor function that only concerns gradients to the trace; return NotImplemented for any other function."""
     name = getattr(func, "__name__", "")
     if name == "register_hook":
-        _refuse_hook()
+        because = "a graph has no place for it, and the gradients of TRAIN would be other ones than the float model's"
+        remedy = "write the function and its backward as a torch.autograd.Function, or register it in a forward hook of the prepared model"
+        refuse("forward registers a hook on the gradient of a tensor", because=because, remedy=remedy)
     if name in _NOT_KEPT and getattr(torch.Tensor, name, None) is func:
         handler.warn(f"{name} does nothing in the prepared model: {_NOT_KEPT[name]}")
         return None
     return NotImplemented
-
-
-def _refuse_hook() -> NoReturn:
-    because = "a graph has no place for it, and the gradients of TRAIN would be other ones than the float model's"
-    remedy = "write the function and its backward as a torch.autograd.Function, or register it in a forward hook of the prepared model"
-    refuse("forward registers a hook on the gradient of a tensor", because=because, remedy=remedy)
 
 
 def overwritten(handler: Any, result: TracedTensor, before: fx.Node) -> TracedTensor:
@@ -145,7 +135,7 @@ def overwritten(handler: Any, result: TracedTensor, before: fx.Node) -> TracedTe
     if not result.is_floating_point() or result.node is before or not handler.gradients.required(handler, before):
         return result
     with torch.enable_grad():
-        return _ruled(handler, GradientRule(Unchanged, (Slot(0),), None), "kept", (result.node, before), result.value)
+        return ruled(handler, GradientRule(Unchanged, (Slot(0),), None), "kept", (result.node, before), result.value)
 
 
 class Unchanged(torch.autograd.Function):
@@ -160,7 +150,7 @@ class Unchanged(torch.autograd.Function):
         return gradient
 
 
-def _ruled(handler: Any, rule: GradientRule, name: str, nodes: tuple[fx.Node, ...], value: Value) -> TracedTensor:
+def ruled(handler: Any, rule: GradientRule, name: str, nodes: tuple[fx.Node, ...], value: Value) -> TracedTensor:
     """Insert a call of a gradient rule on `nodes`, and return its result, which has the value of its first operand."""
     node = handler.graph.create_node("call_module", handler.gradients.add(rule, name), nodes)
     handler.describe(node, value)
@@ -261,9 +251,4 @@ def _rerouted(
     of = result.node
     while of is not alone and alone is not None and graph.target_name(of) in _COPIES and graph.fact(of) == graph.fact(alone):
         of = of.all_input_nodes[0]
-    return _ruled(handler, rule, cls.__name__, (of,) if of is alone else (result.node, *nodes), result.value)
-
-
-def called_again(handler: Any, rule: GradientRule, args: tuple[Any, ...]) -> TracedTensor:
-    """Record the call of a rule that an earlier trace has written."""
-    return _ruled(handler, rule, "again", handler.nodes_of(args), args[0].value)
+    return ruled(handler, rule, cls.__name__, (of,) if of is alone else (result.node, *nodes), result.value)

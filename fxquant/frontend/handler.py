@@ -15,7 +15,7 @@ from fxquant.errors import ConfigurationError, TraceError
 from fxquant.frontend.entry import refuse_scripted, uncompiled
 from fxquant.frontend.environment import Snapshot, source_of_error, user_source
 from fxquant.frontend.fake import READS_CONTENT, Evaluator, Sequenced, evaluate, refuse_condition
-from fxquant.frontend.gradients import Gradients, about_gradients, called_again, overwritten
+from fxquant.frontend.gradients import Gradients, about_gradients, overwritten, ruled
 from fxquant.frontend.opaque import record
 from fxquant.frontend.values import (
     ATOMS,
@@ -47,8 +47,6 @@ from fxquant.frontend.written_out import (
     written_out,
 )
 from fxquant.ir import carried, functional, graph
-from fxquant.ir.carried import of_layer
-from fxquant.ir.functional import stub_of
 from fxquant.ir.graph import LEAF, POINTS, spell
 from fxquant.ir.integer import Reference
 from fxquant.numerics.rounding import GradientRule
@@ -484,8 +482,8 @@ class ModuleCalls:
         if path is None:
             return original(module, *args, **kwargs)
         if isinstance(module, GradientRule) and is_tracked(args, handler.known):
-            return called_again(handler, module, args)
-        stub = stub_of(module) if len(args) == 1 and not kwargs and isinstance(args[0], TracedTensor) else None
+            return ruled(handler, module, "again", handler.nodes_of(args), args[0].value)  # an earlier trace has written the rule
+        stub = functional.stub_of(module) if len(args) == 1 and not kwargs and isinstance(args[0], TracedTensor) else None
         if isinstance(module, nn.TransformerEncoder):
             _say_padding(handler, module, path, args, kwargs)
         previous, handler.path = handler.path, path
@@ -559,7 +557,7 @@ class ModuleCalls:
     def _record(self, module: nn.Module, path: str, key: Any, args: Any, kwargs: Any) -> Any:
         if not default_leaf(module, path):
             return record(self._handler, "call_module", path, type(module).forward.__get__(module), args, kwargs, None, LEAF)
-        self._handler.settings[path] = of_layer(module)
+        self._handler.settings[path] = carried.of_layer(module)
         in_place = module.__dict__.get("inplace") is True
         function = _OutOfPlace(module) if in_place else type(module).forward.__get__(module)
         result = self._handler.record("call_module", path, function, args, kwargs, key=key)

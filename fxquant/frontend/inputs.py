@@ -52,18 +52,11 @@ def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     forms = {name: _form(value, names) for name, value in bound.arguments.items()}
     entries = []
     for parameter in inspect.signature(model.forward).parameters.values():
-        default = _default(parameter)
+        absent: dict[Any, Form] = {parameter.VAR_POSITIONAL: ["items", []], parameter.VAR_KEYWORD: ["keys", []]}
+        default = absent.get(parameter.kind, ["nothing"]) if parameter.default is parameter.empty else _form(parameter.default, iter(()))
         form = forms.get(parameter.name, default)
         entries.append([parameter.name, int(parameter.kind), form == default or form[0] == "object", form])
     return entries
-
-
-def _default(parameter: inspect.Parameter) -> Form:
-    if parameter.kind is parameter.VAR_POSITIONAL:
-        return ["items", []]
-    if parameter.kind is parameter.VAR_KEYWORD:
-        return ["keys", []]
-    return ["nothing"] if parameter.default is parameter.empty else _form(parameter.default, iter(()))
 
 
 def _form(value: Any, names: Iterator[str | None]) -> Form:
@@ -150,9 +143,8 @@ def _take(path: str, form: Form, value: Any, inputs: dict[str, Any]) -> None:
         inputs[form[1]] = value
     elif kind == "value":
         if type(value) not in _ATOMS or isinstance(value, bool) != isinstance(form[1], bool) or value != form[1]:
-            _refuse_call(
-                path, f"it is {_said(value)}", f"it was {form[1]!r} in the trace, and values other than tensors are fixed in a graph"
-            )
+            because = f"it was {form[1]!r} in the trace, and values other than tensors are fixed in a graph"
+            _refuse_call(path, f"it is {_said(value)}", because)
     elif kind == "object":
         _refuse_call(path, f"it is {_said(value)}", f"it was a {form[1]} in the trace; its content is fixed in the graph, so leave it out")
     elif kind == "keys":
@@ -568,9 +560,8 @@ def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]], c
             raise ConfigurationError(f"the model's {name} has no values", because=because, remedy=remedy)
         made_of = type(parameter)
         if made_of.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:  # torchao's quantize_ makes such, and DTensor is one
-            because = (
-                f"a {made_of.__module__}.{made_of.__qualname__} replaces PyTorch's operators, and may hold other numbers than it shows"
-            )
+            kind = f"{made_of.__module__}.{made_of.__qualname__}"
+            because = f"a {kind} replaces PyTorch's operators, and may hold other numbers than it shows"
             remedy = "pass the float model, before quantize_ or the like; or set the parameter to its .dequantize() or .full_tensor()"
             raise ConfigurationError(f"the model's {name} is not a plain tensor", because=because, remedy=remedy)
 

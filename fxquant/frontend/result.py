@@ -291,7 +291,8 @@ class _PlainTree:
         built = self._built.get((id(module), whole))
         if built is not None or isinstance(module, torch.jit.ScriptModule):
             return built or module
-        plain: nn.Module = object.__new__(type(module)) if whole else _container(module)
+        kinds = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Module)  # of an empty module: a container stays one
+        plain: nn.Module = object.__new__(type(module)) if whole else next(kind for kind in kinds if isinstance(module, kind))()
         self._built[id(module), whole] = plain
         if whole:
             plain.__dict__.update(module.__dict__)
@@ -305,11 +306,6 @@ class _PlainTree:
             plain.__dict__[kind] = module.__dict__[kind]
         plain.__dict__["_modules"] = {name: None if child is None else self.build(child, whole) for name, child in module._modules.items()}
         return plain
-
-
-def _container(module: nn.Module) -> nn.Module:
-    """Return an empty module of the same container class as `module` (Sequential, ModuleList, ModuleDict), or an nn.Module."""
-    return next((kind() for kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict) if isinstance(module, kind)), nn.Module())
 
 
 def _noted(module: fx.GraphModule, model: nn.Module, called: set[Any], beside: set[Any]) -> list[str]:
