@@ -36,15 +36,12 @@ class FxQuantError(Exception):
         meta = node.meta if node is not None else {}
         self.at = at or _text(meta.get("source"))
         self.module = module or _text(meta.get("module"))
-        super().__init__(self._render())
-
-    def _render(self) -> str:
         name = f" (node %{self.node.name})" if self.node is not None else ""
         rows = [self.what + name]
         for label, value in (("at", self.at), ("module", self.module), ("because", self.because), ("remedy", self.remedy)):
             if value:
                 rows.append(f"  {label:<8} " + value.replace("\n", "\n" + " " * 11))
-        return "\n".join(rows)
+        super().__init__("\n".join(rows))
 
 
 def _text(value: object) -> str | None:

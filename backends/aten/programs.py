@@ -87,7 +87,11 @@ def _export(
 ) -> Path:  # fmt: skip
     require_integer(integer)
     program = Program(integer)
-    batches = [list(batch.values()) for batch in random_batches(integer, _batch_sizes(integer))]
+    limits = noted_limits(integer.graph)
+    # The first size, for tracing, is not one that PyTorch specializes on.
+    within = [size for size in (4, 6, 3, 2, 1) if limits.smallest <= size <= (limits.largest or size)]
+    sizes = tuple(within) or (limits.smallest, limits.largest or limits.smallest + 1)
+    batches = [list(batch.values()) for batch in random_batches(integer, sizes)]
     archive = io.BytesIO()  # PyTorch's own file writer aborts the process if the disk is full
     with warnings.catch_warnings(), torch.no_grad(), default_device_cpu():
         warnings.simplefilter("ignore")  # PyTorch's, about its formats and about shapes, which are compared below
@@ -127,20 +131,12 @@ def _bytes(value: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     return value.dtype, value.shape, value.contiguous().numpy(force=True).tobytes()
 
 
-def _batch_sizes(integer: fx.GraphModule) -> tuple[int, ...]:
-    """Return the batch sizes within the model's limits; the first, for tracing, is not one that PyTorch specializes on."""
-    limits = noted_limits(integer.graph)
-    within = [size for size in (4, 6, 3, 2, 1) if limits.smallest <= size <= (limits.largest or size)]
-    return tuple(within) or (limits.smallest, limits.largest or limits.smallest + 1)
-
-
 def _dynamic_shapes(integer: fx.GraphModule) -> tuple[dict[int, Any] | None, ...]:
     limits = noted_limits(integer.graph)
     batch = torch.export.Dim("batch", min=limits.smallest, max=limits.largest or LARGEST_BATCH)
     shapes = []
     for node in integer.graph.find_nodes(op="placeholder"):
         sizes = enumerate(fact(node).shape) if isinstance(fact(node), TensorFact) else ()
-        shapes.append(
-            {dim: batch if size.largest is None else torch.export.Dim.AUTO for dim, size in sizes if isinstance(size, BatchDim)} or None
-        )
+        varying = {dim: size for dim, size in sizes if isinstance(size, BatchDim)}
+        shapes.append({dim: batch if size.largest is None else torch.export.Dim.AUTO for dim, size in varying.items()} or None)
     return tuple(shapes)

@@ -1,5 +1,6 @@
 """Prepare a float model, check it before, calibrate it, and convert it to integers."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from fxquant.frontend.inputs import input_check
 from fxquant.ir.carried import SETTINGS, refuse_changes
 from fxquant.ir.graph import TensorFact, copy_parameters, fact, module_path, noise, source, stage_of
 from fxquant.ir.integer import set_channel_exponents
-from fxquant.ir.model import CALLS, RUNNER, Model, autocast_off, collection_paused, copy_graph, dress_carried
+from fxquant.ir.model import CALLS, RUNNER, Model, autocast_off, collection_paused, dress_carried
 from fxquant.kernels.runner import Runner
 from fxquant.ops.elementwise.activation import dropout
 from fxquant.options import DEFAULTS, Options
@@ -123,7 +124,7 @@ def _prepare(traced: fx.GraphModule, context: Context, passes: Sequence[Pass], u
     _require_float32(traced)
     target, qconfig, attached = context.target, context.qconfig, attached_qconfigs(traced)
     backends.require_dtypes(target, [*attributes(traced, attached), *qconfig.rules(), (DEFAULT, qconfig.default)])
-    prepared = Model.of(copy_parameters(traced), copy_graph(traced.graph))
+    prepared = Model.of(copy_parameters(traced), copy.deepcopy(traced.graph))
     prepared.meta = {**traced.meta, "target": target}
     attach_call_hooks(prepared)
     dress_carried(prepared)

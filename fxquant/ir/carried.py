@@ -175,9 +175,7 @@ def form(value: Any) -> Any:
         return value
     if kind in _FUNCTIONS:
         return f"{value.__module__}.{value.__qualname__}"
-    if kind in (tuple, list) and _ATOMS.issuperset(map(type, value)):
-        return tuple(value)
-    return NotImplemented
+    return tuple(value) if kind in (tuple, list) and _ATOMS.issuperset(map(type, value)) else NotImplemented
 
 
 def note(settings: dict[str, Any], name: str, value: Any) -> None:

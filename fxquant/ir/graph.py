@@ -327,14 +327,8 @@ def parameter_value(root: torch.nn.Module, node: fx.Node) -> Any:
     """Return the present value of a parameter, or of a node computed from parameters; without gradients, which some functions lack."""
     if node.op == "get_attr":
         return resolve(root, str(node.target))
-    args: Any = fx.map_arg(node.args, lambda operand: parameter_value(root, operand))
-    kwargs: Any = fx.map_arg(node.kwargs, lambda operand: parameter_value(root, operand))
     with torch.no_grad():
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        if node.op == "call_module":  # it changes the gradient
-            return resolve(root, str(node.target))(*args, **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return computed(root, node, lambda operand: parameter_value(root, operand))
 
 
 def spell(node: fx.Node, *written: Any) -> None:
@@ -453,18 +447,14 @@ def resolve(root: torch.nn.Module, path: str) -> Any:
     """Return the module, parameter or buffer at a dotted path, or else the attribute. Raises AttributeError if there is none."""
     value: Any = root
     for part in path.split("."):
-        value = _member(value, part)
-    return value
-
-
-def _member(holder: Any, name: str) -> Any:
-    if isinstance(holder, nn.Module):
-        state = holder.__dict__
-        for kind in ("_modules", "_parameters", "_buffers"):
-            member = state[kind].get(name)
+        for kind in ("_modules", "_parameters", "_buffers") if isinstance(value, nn.Module) else ():
+            member = value.__dict__[kind].get(part)
             if member is not None:
-                return member
-    return getattr(holder, name)
+                value = member
+                break
+        else:
+            value = getattr(value, part)
+    return value
 
 
 def attach(root: torch.nn.Module, path: str, value: torch.nn.Module | torch.Tensor) -> None:
@@ -661,8 +651,7 @@ def own_copies(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Parameters keep `requires_grad`: PyTorch chooses kernels by it, which round differently, also where no gradients are recorded.
     """
-    copier = _Copier()
-    copies = {name: copier(value) for name, value in values.items()}
+    copies: dict[str, Any] = _Copier()(dict(values))
     for copied in copies.values():
         if isinstance(copied, torch.nn.Module):
             copied.eval()

@@ -25,11 +25,7 @@ def reads(key: str, default: T) -> Reads[T]:
 
 def writes(key: str, kind: type[T]) -> Callable[[fx.Node, T], None]:
     """Return a function of a node and a value of this class, which becomes a fact on the node under this key."""
-
-    def write(node: fx.Node, value: T) -> None:
-        node.meta[key] = value
-
-    return write
+    return lambda node, value: node.meta.update({key: value})
 
 
 def marks(key: str) -> Callable[[fx.Node], None]:

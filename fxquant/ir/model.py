@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.carried import SETTINGS, refuse_changes
-from fxquant.ir.graph import BATCH_SIZES, Code, TensorFact, fact, is_deployed, own_names
+from fxquant.ir.graph import BATCH_SIZES, Code, TensorFact, fact, is_deployed, own, own_names
 from fxquant.ir.integer import Reference
 from fxquant.support import logger
 from fxquant.support.files import free_in_child, in_child
@@ -174,7 +174,7 @@ class Model(fx.GraphModule):
 
     def __copy__(self) -> Model:
         # The copy that GraphModule makes, and DataParallel runs, would have neither hooks nor unused parameters.
-        copied = Model.of(self, copy_graph(self.graph))
+        copied = Model.of(self, copy.deepcopy(self.graph))
         for name, value in self.__dict__.items():
             if name not in _OF_EVERY_COPY:
                 copied.__dict__[name] = copy.copy(value) if isinstance(value, dict | set) or name == RUNNER else value
@@ -186,7 +186,7 @@ class Model(fx.GraphModule):
         memo[id(self)] = copied
         state = copy.deepcopy({name: value for name, value in self.__dict__.items() if name != "_graph"}, memo)
         copied.__dict__.update(state)
-        replace_graph(copied, copy_graph(self.graph))
+        replace_graph(copied, copy.deepcopy(self.graph))
         copied.recompile()
         return copied
 
@@ -277,7 +277,7 @@ def _unpickle(state: dict[str, Any], entries: list[tuple[Any, ...]]) -> Model:
             (args, kwargs), lambda value: nodes[value.node] if isinstance(value, Reference) else _found(value)
         )
         nodes[name] = graph.create_node(op, _found(target), args, kwargs, name)
-        nodes[name].meta.update((key, _nested(value, _found)) for key, value in meta.items())
+        nodes[name].meta.update((key, own(value, _found, _Function)) for key, value in meta.items())
     replace_graph(model, graph)
     model.recompile()
     return model
@@ -290,7 +290,8 @@ def _entry(node: fx.Node) -> tuple[Any, ...]:
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), named)
     args, kwargs = fx.node.map_aggregate((args, dict(kwargs)), _by_name)
-    return node.op, node.name, _by_name(node.target), args, kwargs, {key: _nested(value, _by_name) for key, value in node.meta.items()}
+    meta = {key: own(value, _by_name, FunctionType) for key, value in node.meta.items()}
+    return node.op, node.name, _by_name(node.target), args, kwargs, meta
 
 
 @dataclass(frozen=True)
@@ -313,15 +314,6 @@ def _found(value: Any) -> Any:
     return getattr(import_module(value.module), value.name) if isinstance(value, _Function) else value
 
 
-def _nested(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply the function to the leaves of nested plain tuples, lists and dicts; return the new nest."""
-    if type(value) in (tuple, list):
-        return type(value)(_nested(item, function) for item in value)
-    if type(value) is dict:
-        return {key: _nested(item, function) for key, item in value.items()}
-    return function(value)
-
-
 def free_name(gm: torch.nn.Module, name: str) -> str:
     """Return the name with underscores appended until no module, parameter or buffer and no attribute of GraphModule has it."""
     while name in own_names() or any(name in registry for registry in (gm._modules, gm._parameters, gm._buffers)):
@@ -333,12 +325,6 @@ def replace_graph(gm: fx.GraphModule, graph: fx.Graph) -> None:
     """Give the module another graph without compiling it; assigning `gm.graph` would compile at once."""
     gm._graph = graph
     graph.owning_module = gm
-
-
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """Return a deep copy of a graph; the new nodes have the old names and facts."""
-    copied: fx.Graph = copy.deepcopy(graph)
-    return copied
 
 
 def dress_carried(model: fx.GraphModule) -> None:
@@ -383,10 +369,6 @@ class Taken(NamedTuple):
     storages: list[StorageWeakRef]
     buffers: dict[tuple[str, str], Tensor]
 
-    def repeated_by(self, key: Any) -> bool:
-        """Return whether a pass has the same inputs. Where one has been freed, another tensor may have its address."""
-        return bool(self.key == key) and not any(storage.expired() for storage in self.storages)  # type: ignore[no-untyped-call]
-
 
 class Passes:
     """The buffers that each of the last passes started from, with the key of the pass. A copy of a model has had no passes."""
@@ -394,16 +376,15 @@ class Passes:
     def __init__(self) -> None:
         self.taken: deque[Taken] = deque(maxlen=PASSES_KEPT)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
-        return Passes()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Passes, ()
 
 
 def _again(model: nn.Module, call: Callable[[], Any], inputs: Any) -> Any:
     key, passes = _key(inputs), model.__dict__.get(PASSES, Passes())
-    started = next((each.buffers for each in reversed(passes.taken) if each.repeated_by(key)), None)
+    # Where an input of a pass has been freed, another tensor may have its address.
+    same = (each for each in reversed(passes.taken) if each.key == key and not any(storage.expired() for storage in each.storages))
+    started = next((each.buffers for each in same), None)
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for path, name, value in list(_moving(model)):

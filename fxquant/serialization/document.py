@@ -21,7 +21,7 @@ from fxquant.frontend.tracer import ReturnForm, is_form
 from fxquant.ir.carried import Carried
 from fxquant.ir.graph import SIZE, SIZES, Annotation, Part, TensorFact, fact, inferred, on_meta, resolve, spelling, stage_of
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, operation
-from fxquant.ir.model import CALLS, CARRIED, Model, replace_graph
+from fxquant.ir.model import CALLS, CARRIED, Model, dress_carried, replace_graph
 from fxquant.ops import MODULES, Fixed, Own, Same
 from fxquant.prepared.hooks import are_calls, restore_hooks
 from fxquant.prepared.operators import QuantizedOperator, link, quantized_operators
@@ -198,8 +198,7 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     replace_graph(model, _graph(expect(document["nodes"], list)))
     _check(model, document, target_of)
     attach_call_hooks(model)
-    if CARRIED in meta:
-        meta[CARRIED].dress(model)
+    dress_carried(model)
     link(model, model.graph)
     if meta.get("stage") == Stage.PREPARED.name:
         restore_hooks(model)
@@ -299,7 +298,11 @@ def _graph(entries: list[Any]) -> fx.Graph:
             raise Malformed(f"the name {name[:80]!r} cannot be the name of a node, or is used twice")
         nodes[name] = node
         node.meta.update(_node_meta(expect(entry["meta"], dict)))
-    _check_ends(list(graph.nodes))
+    last = list(graph.nodes)[-1:]
+    if graph.find_nodes(op="output") != last or len(last[0].args) != 1 or last[0].kwargs:
+        raise Malformed("a graph ends in its one output")
+    if any(node.args or node.kwargs for node in graph.find_nodes(op="get_attr")):
+        raise Malformed("a constant takes no arguments")
     for node in graph.nodes:
         _check_operation(node, nodes)
     return graph
@@ -315,13 +318,6 @@ def _check_operation(node: fx.Node, nodes: Mapping[str, fx.Node]) -> None:
     named = [value.node for value in pytree.tree_leaves(described.arguments) if isinstance(value, Reference)]
     if not all(type(name) is str and name in nodes for name in (*named, *(constant.node for constant in constants))):
         raise Malformed(f"the primitives of %{node.name} read a node that does not exist")
-
-
-def _check_ends(nodes: list[fx.Node]) -> None:
-    if [node for node in nodes if node.op == "output"] != nodes[-1:] or len(nodes[-1].args) != 1 or nodes[-1].kwargs:
-        raise Malformed("a graph ends in its one output")
-    if any(node.args or node.kwargs for node in nodes if node.op == "get_attr"):
-        raise Malformed("a constant takes no arguments")
 
 
 def _resolved(op: str, target: str) -> Any:

@@ -103,9 +103,7 @@ def _names() -> dict[Callable[..., Any], str]:
 
 def function_name(function: Callable[..., Any]) -> str | None:
     """Return the name of a function a graph may call; None if it is not listed."""
-    if isinstance(function, Wrapped):
-        return f"wrapped:{function.key}"
-    return _names().get(function)
+    return f"wrapped:{function.key}" if isinstance(function, Wrapped) else _names().get(function)
 
 
 def function_named(name: str) -> Callable[..., Any] | None:

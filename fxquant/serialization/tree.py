@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES
 from fxquant.numerics.rounding import GradientRule, Rounding
-from fxquant.ops import BY_NAME, Operator
+from fxquant.ops import BY_NAME
 from fxquant.prepared.operators import QuantizedOperator, Quantizers
 from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.quantization.learning import METHODS, TrainableScale
@@ -166,7 +166,9 @@ class TreeWriter:
         if id(tensor) not in self._names:
             if type(tensor) not in (Tensor, nn.Parameter) or str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.is_meta:
                 cannot_save(f"the tensor {name}", f"it is a {type(tensor).__name__} of {tensor.dtype}", "use plain tensors with values")
-            layout = _layout(tensor)
+            # Float kernels may sum in another order for another layout, so it is part of the model.
+            layouts = {"contiguous": torch.contiguous_format, **LAYOUTS}
+            layout = next((name for name, each in layouts.items() if tensor.is_contiguous(memory_format=each)), "contiguous")
             role = {"parameter": isinstance(tensor, nn.Parameter), "requires_grad": tensor.requires_grad, "layout": layout}
             self._names[id(tensor)] = name
             self.roles[name] = role
@@ -174,13 +176,6 @@ class TreeWriter:
             plain = plain if layout == "contiguous" else plain.movedim(1, -1)
             self.tensors[name] = plain.clone(memory_format=torch.contiguous_format)  # safetensors refuses tensors that share memory
         return self._names[id(tensor)]
-
-
-def _layout(tensor: Tensor) -> str:
-    # Float kernels may sum in another order for another layout, so it is part of the model.
-    if tensor.is_contiguous():
-        return "contiguous"
-    return next((name for name, layout in LAYOUTS.items() if tensor.is_contiguous(memory_format=layout)), "contiguous")
 
 
 def _argument(module: nn.Module, name: str) -> Any:
@@ -210,16 +205,6 @@ def _check_twin(module: nn.Module, arguments: Mapping[str, Any], path: str) -> N
 
 _OWN = (Quantizer, QuantizedOperator, ChannelFactors, WeightQuantizer, WeightScale, Observer)
 MODES = (STATISTICS, *METHODS, FROZEN)
-
-
-def _detached(content: Any, operator: Operator) -> bool | tuple[str, ...]:
-    """Return whether an operator is computed without gradients, or the names of its arguments that have none."""
-    if content is True:
-        return True
-    names = (*operator.parameter_names, *operator.absorbs)
-    if not all(name in names for name in expect(content, list)):
-        raise Malformed(f"a {operator.name} has no such arguments as are detached")
-    return tuple(content)
 
 
 class TreeReader:
@@ -343,7 +328,10 @@ class TreeReader:
         intermediate, observed = self._module(arguments["intermediate"], Quantizer | None), (low, high)
         quantizers = Quantizers(inputs, output, plain["owns_output"], intermediate, weight_quantizer, factors, observed)
         name, path, live = (plain[key] for key in ("name", "path", "live_batch_norm"))
-        detached = _detached(arguments.get("detached", []), operator)
+        detached, names = arguments.get("detached", []), (*operator.parameter_names, *operator.absorbs)
+        if detached is not True and not all(each in names for each in expect(detached, list)):
+            raise Malformed(f"a {operator.name} has no such arguments as are detached")
+        detached = detached if detached is True else tuple(detached)
         module = QuantizedOperator(name, operator, self.arithmetic, quantizers, live_batch_norm=live, path=path, detached=detached)
         module.state = State(arguments["state"])
         return module

@@ -34,7 +34,6 @@ _CONSTANTS: Mapping[str, Any] = {
     **{str(each): each for each in (torch.strided, torch.contiguous_format, torch.preserve_format)},
     **{str(each): each for each in (torch.channels_last, torch.channels_last_3d)},
 }
-_NAMED_TUPLES = {kind.__name__: kind for kind in (BatchNormTensors,)}
 
 _NUMBER = (float, int, NoneType)
 RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {  # every field of a record, with the types its value may have
@@ -86,10 +85,8 @@ def encode(value: Any) -> Any:
     if isinstance(value, list):
         return [encode(item) for item in value]
     if isinstance(value, tuple):
-        name = type(value).__name__
-        if not hasattr(value, "_fields"):
-            return {"tuple": [encode(item) for item in value]}
-        if _NAMED_TUPLES.get(name) is not type(value):
+        name = type(value).__name__ if hasattr(value, "_fields") else "tuple"
+        if hasattr(value, "_fields") and type(value) is not BatchNormTensors:
             cannot_save(f"a named tuple {name}", "its class is not one of fxquant's own", "return a plain tuple or a dict instead")
         return {name: [encode(item) for item in value]}
     if isinstance(value, dict):
@@ -168,32 +165,18 @@ def _decode_tagged(value: dict[str, Any], nodes: Mapping[str, fx.Node], depth: i
         raise Malformed(f"an object has {len(value)} keys where it has one, its kind")
     ((kind, content),) = value.items()
     if kind in _RECORDS_BY_NAME:
-        return _decode_record(_RECORDS_BY_NAME[kind], expect(content, dict), depth)
-    if kind in ("tuple", "dict", "slice", *_NAMED_TUPLES):
-        return _decode_group(kind, [decode(item, nodes, depth) for item in expect(content, list)])
+        record = _RECORDS_BY_NAME[kind]
+        fields, usual = RECORDS[record], _USUAL.get(record, {})
+        if list(expect(content, dict)) != [name for name in fields if name in content or name not in usual]:
+            raise Malformed(f"a {kind} has the fields {', '.join(fields)}")
+        return record(**{name: expect(decode(item, None, depth), *fields[name]) for name, item in content.items()})
+    if kind in _GROUPS:
+        return _GROUPS[kind]([decode(item, nodes, depth) for item in expect(content, list)])
     if kind == "node":
         return look_up(nodes, content, "node that precedes its use")
     if kind not in _SIMPLE:
         raise Malformed(f"no kind of value is named {kind[:80]!r}")
     return _SIMPLE[kind](content)
-
-
-def _decode_group(kind: str, items: list[Any]) -> Any:
-    if kind == "tuple":
-        return tuple(items)
-    if kind == "slice":
-        return slice(*_exactly(items, 3))
-    if kind == "dict":
-        return {key: item for key, item in (_exactly(expect(pair, list), 2) for pair in items)}
-    return _NAMED_TUPLES[kind](*items)
-
-
-def _decode_record(kind: type, content: dict[str, Any], depth: int) -> Any:
-    fields = RECORDS[kind]
-    usual = _USUAL.get(kind, {})
-    if list(content) != [name for name in fields if name in content or name not in usual]:
-        raise Malformed(f"a {kind.__name__} has the fields {', '.join(fields)}")
-    return kind(**{name: expect(decode(value, None, depth), *fields[name]) for name, value in content.items()})
 
 
 def _decode_batch(content: Any) -> BatchDim:
@@ -223,6 +206,12 @@ def _decode_numbers(content: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=look_up(DTYPES, dtype, "dtype"), device="cpu").reshape(sizes)
 
 
+_GROUPS: Mapping[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "slice": lambda items: slice(*_exactly(items, 3)),
+    "dict": lambda items: {key: item for key, item in (_exactly(expect(pair, list), 2) for pair in items)},
+    BatchNormTensors.__name__: lambda items: BatchNormTensors(*items),
+}
 _NOT_FINITE = {name: float(name) for name in ("nan", "inf", "-inf")}
 _SIMPLE: Mapping[str, Callable[[Any], Any]] = {
     "float": lambda content: look_up(_NOT_FINITE, content, "number"),
