@@ -112,21 +112,6 @@ def test_a_bad_batch_is_refused_and_earlier_ones_are_kept(prepared: fx.GraphModu
     assert_still_usable(prepared)
 
 
-def used_up() -> Iterator[Tensor]:
-    batches = iter([batch()])
-    next(batches)
-    return batches
-
-
-@pytest.mark.parametrize("arguments", [([],), (used_up(),), ([torch.ones(4, *SHAPE)], 0)], ids=["none", "used up", "zero asked for"])
-def test_no_batches(calibrated: fx.GraphModule, arguments: tuple[Any, ...]) -> None:
-    scales = fxq.qparams(calibrated)
-    with pytest.raises(fxq.errors.CalibrationError, match=r"because[\s\S]*remedy"):
-        fxq.calibrate(calibrated, *arguments)
-    assert fxq.qparams(calibrated) == scales
-    assert_still_usable(calibrated)
-
-
 def test_an_error_of_the_data_itself_passes_through(prepared: fx.GraphModule) -> None:
     def broken() -> Iterator[Tensor]:
         yield batch()

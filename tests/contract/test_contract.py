@@ -114,23 +114,6 @@ def test_gradients_stop_where_a_value_saturates() -> None:
     assert (batch.grad.flatten() != 0).tolist() == [True, True, False, False]
 
 
-def test_dropout_acts_only_in_train_with_train_mode() -> None:
-    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 3))
-    batch = torch.randn(16, 8)
-    prepared, integer = contract.compiled(model, [batch])
-    expected = integer(batch)
-    for state in (fxq.State.VALIDATE, fxq.State.TRAIN):
-        fxq.set_state(prepared, state)
-        assert torch.equal(prepared.eval()(batch), expected)
-    fxq.freeze(prepared)
-    prepared.train()
-    dropped = contract.operator_outputs(prepared, batch)["_1"]
-    assert 0.3 < float((dropped == 0).float().mean()) < 0.7
-    assert not torch.equal(prepared(batch), prepared(batch))
-    fxq.set_state(prepared, fxq.State.VALIDATE)
-    assert torch.equal(prepared(batch), expected)
-
-
 # ---- E4: proved accumulators ------------------------------------------------------------------------------------------
 def accumulators(integer: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
     """Every accumulator with the quantized node whose notes bound it."""

@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "width": (lambda: (torch.cat([images()] * 4, 3), images()), "dimension 3 has size 32"),
     "channels": (lambda: (images()[:, :1], images()), "dimension 1 has size 1"),
     "no height": (lambda: (images()[:, :, :0], images()), "dimension 2 has size 0"),
-    "batches": (lambda: (images(4), images(1)), "input y does not fit the graph: its batch is 1"),
+    "batches": (lambda: (images(4), images(1)), "its batch is 1\n  because  input x has a batch of 4, and all inputs share one\n"),
     **{
         str(dtype).removeprefix("torch."): (lambda dtype=dtype: (images().to(dtype), images()), f"its type is {dtype}")
         for dtype in (

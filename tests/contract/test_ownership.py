@@ -101,6 +101,7 @@ def test_two_forms_share_no_memory(forms: str) -> None:
     one, other = FORMS[forms](result())
     assert not tensors(one) & tensors(other)
     assert not {id(module) for module in one.modules()} & {id(module) for module in other.modules()}
+    assert not {id(module._forward_hooks) for module in one.modules()} & {id(module._forward_hooks) for module in other.modules()}
 
 
 def test_an_integer_model_is_kept_while_training_goes_on() -> None:

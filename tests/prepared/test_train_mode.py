@@ -144,7 +144,10 @@ def test_a_dropout_that_is_evaluated_drops_nothing(part: str) -> None:
     fxq.freeze(prepared)
     assert not torch.equal(prepared(x), prepared(x))
     prepared.get_submodule(part).eval()
-    assert torch.equal(prepared(x), prepared(x))
+    evaluated, expected = prepared(x), fxq.convert(prepared)(x)
+    assert torch.equal(evaluated, expected)
+    fxq.set_state(prepared.train(), fxq.State.VALIDATE)
+    assert torch.equal(prepared(x), expected)
 
 
 def test_scales_of_a_part_in_eval_mode_follow_no_batch(net: fx.GraphModule) -> None:

@@ -293,8 +293,10 @@ def test_freezing_stops_every_scale_even_under_an_optimizer_in_motion(mode: str)
 def test_a_scale_that_is_set_stays_through_training(mode: str) -> None:
     prepared = calibrated(config(mode, "learned"))
     fxq.set_qparams(prepared, {"conv1": 0.07})
+    fxq.calibrate(prepared, [3 * x for x in batches()])
     train(prepared)
     assert fxq.qparams(prepared)["conv1"] == pytest.approx(0.07, rel=1e-7)
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), batches()[0])
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------------------
