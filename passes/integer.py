@@ -343,16 +343,10 @@ def _concrete(
 def _referring(arguments: dict[str, Any], environment: dict[fx.Node, fx.Node]) -> dict[str, Any]:
     """Return the arguments with references to the new nodes; parameters, now constants, are left out, or None in a list."""
     plain: dict[str, Any] = {}
-
-    def refer(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return None if facts.is_parameter(value) else Reference(environment[value].name)
-        return value
-
     for name, value in arguments.items():
         nodes = facts.nodes_in(value)
         if not any(map(facts.is_parameter, nodes)) or (isinstance(value, list) and not all(map(facts.is_parameter, nodes))):
-            plain[name] = fx.node.map_aggregate(value, refer) if nodes else value
+            plain[name] = facts.own(value, lambda node: None if facts.is_parameter(node) else Reference(environment[node].name))
     return plain
 
 

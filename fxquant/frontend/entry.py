@@ -309,19 +309,12 @@ def _may_cut(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method") or not isinstance(result, TensorFact):
         return False
     operands = [operand_fact for operand in node.all_input_nodes if (operand_fact := fact(operand)) is not None]
-    if not any(_varies(each) for each in operands):
-        return False
     tensors = [each.shape for each in operands if isinstance(each, TensorFact)]
-    plain = all(_plain(shape) for shape in (result.shape, *tensors)) and bool(result.shape) and result.shape[0] == BatchDim()
+    if len(tensors) == len(operands) and not any(isinstance(size, BatchDim) for shape in tensors for size in shape):
+        return False
+    sizes = [(dim, size) for shape in (result.shape, *tensors) for dim, size in enumerate(shape) if isinstance(size, BatchDim)]
+    plain = all(each == (0, BatchDim()) for each in sizes) and result.shape[:1] == (BatchDim(),)
     return not plain or node.target in _CUT or target_name(node) in _CUT
-
-
-def _plain(shape: tuple[Any, ...]) -> bool:
-    return all(dim == 0 and size == BatchDim() for dim, size in enumerate(shape) if isinstance(size, BatchDim))
-
-
-def _varies(operand: Any) -> bool:
-    return isinstance(operand, BatchDim) or not isinstance(operand, TensorFact) or any(isinstance(size, BatchDim) for size in operand.shape)
 
 
 def _key(node: fx.Node) -> Any:

@@ -148,11 +148,7 @@ class Branch:
 
 def _key(node: fx.Node, name: Callable[[fx.Node], str], constants: dict[str, str]) -> Any:
     """Return a key that is equal for two nodes that call the same on the same operands."""
-
-    def named(operand: fx.Node) -> Any:
-        return Reference(name(operand))
-
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), named)
+    args, kwargs = graph.own((node.args, node.kwargs), lambda operand: Reference(name(operand)))
     target = constants.get(str(node.target), node.target) if node.op in ("get_attr", "call_module") else node.target
     if graph.target_name(node) in _DROPS:  # whose training= says what the mode is
         args, kwargs = args[:2], {key: value for key, value in kwargs.items() if key != "training"}

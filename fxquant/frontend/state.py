@@ -83,7 +83,9 @@ def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs) -> MovedStat
         parameters = {id(own[key]): name for key, name in snapshot.tensors.items() if key in own}
         watch, numbers = _Watch(snapshot, parameters), Draws(snapshot, _call.__code__)
         for shell in shells:
-            shell.__dict__["training"] = not isinstance(shell, nn.modules.dropout._DropoutNd) and not _is_plain_norm(shell)
+            # Batch and instance norms whose forward is PyTorch's.
+            norm = isinstance(shell, nn.modules.batchnorm._NormBase) and type(shell).forward.__module__.startswith("torch.nn.modules.")
+            shell.__dict__["training"] = not norm and not isinstance(shell, nn.modules.dropout._DropoutNd)
             shell.__dict__["_buffers"] = _Registry(shell._buffers, watch)
             shell.__dict__["_forward_hooks"] = OrderedDict({**shell._forward_hooks, -1: numbers.returned})
         before = {path: dict(_fingerprints(module)) for path, module in snapshot.root.named_modules()}
@@ -141,11 +143,6 @@ def with_gradient(result: Any) -> list[Tensor]:
 
 def _call(root: nn.Module, args: Any, kwargs: Any) -> Any:
     return root(*args, **kwargs)
-
-
-def _is_plain_norm(module: nn.Module) -> bool:
-    """Return whether `module` is a batch or instance norm whose forward is PyTorch's."""
-    return isinstance(module, nn.modules.batchnorm._NormBase) and type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
 def _counts_batches(root: nn.Module, name: str) -> bool:

@@ -285,11 +285,7 @@ def _unpickle(state: dict[str, Any], entries: list[tuple[Any, ...]]) -> Model:
 
 def _entry(node: fx.Node) -> tuple[Any, ...]:
     # One by one: pickling a node would recurse through all that it reads.
-    def named(operand: fx.Node) -> Any:
-        return Reference(operand.name)
-
-    args, kwargs = fx.map_arg((node.args, node.kwargs), named)
-    args, kwargs = fx.node.map_aggregate((args, dict(kwargs)), _by_name)
+    args, kwargs = own(own((node.args, node.kwargs), lambda operand: Reference(operand.name)), _by_name, FunctionType)
     meta = {key: own(value, _by_name, FunctionType) for key, value in node.meta.items()}
     return node.op, node.name, _by_name(node.target), args, kwargs, meta
 
