@@ -220,8 +220,7 @@ class SimulatedForm(Form):
         self.given = {feature: self._input(feature) for program in self.binary.programs for feature in program.inputs}
         _require(bool(self.places), path, f"none of its outputs is a tensor of this model: {self.unseen}")
         order = list(self.reference.tensors)
-        computed = {place.node for place in self.places.values()}
-        self.tensors = {name: QUANTIZED for name in sorted(computed, key=order.index)}
+        self.tensors = {name: QUANTIZED for name in sorted({place.node for place in self.places.values()}, key=order.index)}
         self.label = f"hbdk-sim for {self.march}"
         for index, node in enumerate(returned(integer)):
             if not {node.name, *(operand.name for operand in node.all_input_nodes)} & self.tensors.keys():

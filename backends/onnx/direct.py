@@ -149,8 +149,7 @@ def _expand(node: fx.Node, input: fx.Node, sizes: list[Any]) -> Plan | None:
     first = next((each for each in node.graph.nodes if each.op == "placeholder" and isinstance(fact(each), TensorFact)), None)
     target = _sizes(node)
     unit = None if first is None else next((size for size in _sizes(first) if isinstance(size, BatchDim)), None)
-    times = [1 if size == unit else 0 for size in target if isinstance(size, BatchDim)]
-    if 0 in times:
+    if 0 in [1 if size == unit else 0 for size in target if isinstance(size, BatchDim)]:
         return None
 
     def write(e: Any, read: Read) -> str:

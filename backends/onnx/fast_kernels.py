@@ -284,8 +284,7 @@ def _looked_up(e: Emitter, value: str, table: str) -> str:
     """Append a look-up of bytes in a table of 256 entries; int8 counts from its end where it is negative."""
     flat = e.node("Reshape", value, e.constant([-1], torch.int64))
     # onnxruntime's Gather takes four times as long.
-    entries = e.node("GatherElements", table, e.node("Cast", flat, to=torch.int32), axis=0)
-    return e.node("Reshape", entries, e.node("Shape", value))
+    return e.node("Reshape", e.node("GatherElements", table, e.node("Cast", flat, to=torch.int32), axis=0), e.node("Shape", value))
 
 
 def moved_by(input: fx.Node) -> int:
@@ -397,8 +396,7 @@ class SumsWriter(Writer):
         return role is Role.LINEAR or bool(node.args[6] == 1 and weight.shape[1] >= LEAST_CHANNELS)  # grouped sums gain no speed
 
     def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
-        nodes = self.kernels()
-        kernels = {"integer": [node.name for node in nodes], "computed": [], "refused": list(self.refused)}
+        kernels = {"integer": [node.name for node in self.kernels()], "computed": [], "refused": list(self.refused)}
         options = {"session_options_without_vnni": PRECISE, "relies_on_vnni": self.relies_on_vnni()}
         return {**super().metadata(outputs), **options, "kernels": kernels}
 
@@ -419,8 +417,7 @@ class SumsWriter(Writer):
         total = self._sum(node, None if bias is None else bias.long())
         if record.wide:
             return self.emitter.node("Cast", total, to=torch.float64)
-        whole = all(user.target is requantize_fixed for user in node.users)
-        return total if whole else self.emitter.node("Cast", total, to=torch.float32)
+        return total if all(user.target is requantize_fixed for user in node.users) else self.emitter.node("Cast", total, to=torch.float32)
 
     def _sum(self, node: fx.Node, bias: Tensor | None) -> str:
         """Append a layer as a sum of products of bytes, int32, with this bias."""

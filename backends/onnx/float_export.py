@@ -552,8 +552,7 @@ def split(model: onnx.ModelProto, parts: Sequence[tuple[int, int]]) -> list[onnx
             elif maker[name] not in used:
                 used.add(maker[name])
                 waiting.extend(values_read(model.graph.node[maker[name]]))
-        nodes = [model.graph.node[index] for index in sorted(used)]
-        graph = helper.make_graph(nodes, model.graph.name, mine, ends, list(tensors.values()))
+        graph = helper.make_graph([model.graph.node[index] for index in sorted(used)], model.graph.name, mine, ends, list(tensors.values()))
         models.append(helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version))
     return models
 
@@ -598,8 +597,7 @@ def emit_size(node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> str:
     """Append the nodes that compute a size; return the name of its value, a scalar of int64, or of double for an intermediate value."""
     if node.op == "call_method":
         tensor: Any = node.args[0]
-        sizes = emitter.node("Shape", values[tensor])
-        return str(emitter.node("Gather", sizes, emitter.constant(node.args[1], torch.int64), axis=0))
+        return str(emitter.node("Gather", emitter.node("Shape", values[tensor]), emitter.constant(node.args[1], torch.int64), axis=0))
 
     def named(value: Any) -> str:
         if isinstance(value, fx.Node):

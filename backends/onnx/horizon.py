@@ -144,8 +144,7 @@ def _at_one(size: str) -> int:
     """Return a size as it is written in a file, such as "3batch/2+1", at a batch of 1."""
     factor, _, rest = size.partition("batch")
     divisor, sign, offset = re.fullmatch(r"(?:/(\d+))?([+-]?)(.*)", rest).groups()  # type: ignore[union-attr]
-    value = Fraction(factor or 1) / int(divisor or 1) + (Fraction(f"{sign}{offset}") if offset else 0)
-    return int(value)
+    return int(Fraction(factor or 1) / int(divisor or 1) + (Fraction(f"{sign}{offset}") if offset else 0))
 
 
 class HorizonWriter(QdqWriter):
@@ -178,8 +177,7 @@ class HorizonWriter(QdqWriter):
         model = super().write(input_names, output_names)
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
         if self.integer.meta["target"].name in IMAGES_ALONE:
-            inputs = [*model.graph.input, *model.graph.value_info]
-            write_images(model.graph, {info.name: tuple(fixed_shape(info)) for info in inputs})
+            write_images(model.graph, {info.name: tuple(fixed_shape(info)) for info in [*model.graph.input, *model.graph.value_info]})
         join_means(model.graph)
         for info in (*model.graph.input, *model.graph.output, *model.graph.value_info):
             for dim, size in zip(info.type.tensor_type.shape.dim, fixed_shape(info), strict=True):

@@ -110,8 +110,7 @@ class QdqWriter(Writer):
             self.tensors[node.name] = {"kind": "float"}
             return None
         # The results of these are within the range of their operands; onnxruntime fails on a Clip after some of them.
-        stays = not isinstance(operator.demand, Own) and operator.function is not pad
-        return self._quantized(value, described, limited=stays)
+        return self._quantized(value, described, limited=not isinstance(operator.demand, Own) and operator.function is not pad)
 
     def _named(self, result: str, name: str) -> str:
         result = super()._named(result, name)

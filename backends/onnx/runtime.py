@@ -150,8 +150,7 @@ class QLinearMatMul(OpRun):
 
     def _run(self, *inputs: Any) -> Any:
         a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = inputs
-        sums = (a.astype(np.float64) - a_zero) @ (b.astype(np.float64) - b_zero)
-        return (_requantized(sums, a_scale * b_scale / y_scale, y_zero),)
+        return (_requantized((a.astype(np.float64) - a_zero) @ (b.astype(np.float64) - b_zero), a_scale * b_scale / y_scale, y_zero),)
 
 
 class Gather(OpRun):

@@ -262,8 +262,7 @@ class Writer:
                     self.infos.append(value_info(node.name, node_fact.dtype, node_fact.shape))  # `verify` passes it to an integer segment
         graph = self._graph(names, output_names)
         functions = list((self.emitter.functions or {}).values())
-        own = [helper.make_opsetid(DOMAIN, 1)] if functions else []
-        opsets = [helper.make_opsetid("", self.opset), *own, *self.regions.opsets]
+        opsets = [helper.make_opsetid("", self.opset), *([helper.make_opsetid(DOMAIN, 1)] if functions else []), *self.regions.opsets]
         versions = {"producer_version": __version__, "ir_version": helper.find_min_ir_version_for(opsets[:1])}
         model = helper.make_model(graph, opset_imports=opsets, functions=functions, producer_name="fxquant", **versions)
         write_metadata(model, self.metadata(list(graph.output)))

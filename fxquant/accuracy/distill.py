@@ -224,8 +224,7 @@ class _Pupil:
             weight.place()  # each step needs a new autograd graph of the shift
         actual, results = self._run(inputs, exact=True)
         outputs = [_share(y, right) for y, right in zip(actual, targets, strict=True)]
-        layers = [_share(results[node], features[node]) for node in self.nodes]
-        loss = torch.stack(outputs).mean() + FEATURES * torch.stack(layers).mean()
+        loss = torch.stack(outputs).mean() + FEATURES * torch.stack([_share(results[node], features[node]) for node in self.nodes]).mean()
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
             parameter.grad = gradient
         optimizer.step()

@@ -336,8 +336,7 @@ def _layer(prepared: fx.GraphModule, channel_labels: Channels, node: fx.Node, ob
     groups = max(len(read) // inputs, 1)
     _, power, count = observed[arguments["input"].name]
     assert operator.layer.channels is not None
-    dim = operator.layer.channels(arguments) % (power.dim() + 1) - 1
-    moved = power.movedim(dim, 0)
+    moved = power.movedim(operator.layer.channels(arguments) % (power.dim() + 1) - 1, 0)
     means = (moved.reshape(len(moved), -1).mean(1) / count).expand(len(read))
     squares = rows.square().sum(2)
     by_group = (each.reshape(groups, 1, -1).expand(groups, outputs // groups, -1) for each in (read, means))

@@ -82,8 +82,7 @@ def _taught(
     improved = after < before and not is_lost(learned_noise, noise)
     if not improved:
         student.undo()
-    names = tuple(node.name for node in lesson.unit.weighted)
-    row = TunedLayer(lesson.unit.name, names, before, after, improved, lesson.signal())
+    row = TunedLayer(lesson.unit.name, tuple(node.name for node in lesson.unit.weighted), before, after, improved, lesson.signal())
     checkpoint.document[row.name] = checkpoint.row(row, learned if improved else {})
     checkpoint.write()
     return max(noise, learned_noise, key=attrgetter("level")) if improved else noise

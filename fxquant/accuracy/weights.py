@@ -361,8 +361,7 @@ class _Layer(NamedTuple):
         real, chosen = self.real.flatten(1), self.rounded.flatten(1)
         before = after = judging.noise(chosen, real)
         for share in shares:
-            parts = [flipped(part, moment, *self.limits) for part, moment in learned.parts(real, share)]
-            candidates = torch.cat(parts, 2).flatten(0, 1)
+            candidates = torch.cat([flipped(part, moment, *self.limits) for part, moment in learned.parts(real, share)], 2).flatten(0, 1)
             noise = judging.noise(candidates, real)
             if noise < after:
                 chosen, after = candidates, noise

@@ -42,8 +42,7 @@ def explain(model: fx.GraphModule, *, machine: bool = False) -> str:
     `model` is a prepared or an integer model, or any graph between. Raises ConfigurationError for a model that is not a graph.
     """
     all_layers = layers(model)
-    rows = [row for layer in all_layers for row in _rows(layer)]
-    lines = [*aligned(rows), "", summary(all_layers)]
+    lines = [*aligned([row for layer in all_layers for row in _rows(layer)]), "", summary(all_layers)]
     fixed = [*assumptions(model)]
     for name, line in moved_by_forward(model).items():
         if not any(text.startswith(f"{name} is changed in place") for text in fixed):

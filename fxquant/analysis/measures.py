@@ -339,8 +339,7 @@ def _integer_bytes(model: fx.GraphModule, node: fx.Node, operator: Operator | No
     weights += [(channels,)] * (normalized and Trait.SUMS not in operator.traits)
     biases = [(channels,)] * (normalized or values.get(BIAS) is not None)
     bias = torch.int64 if dtype.bits > 8 else torch.int32
-    stored = [*(TensorFact(shape, dtype.storage) for shape in weights), *(TensorFact(shape, bias) for shape in biases)]
-    return sum(map(_bytes, stored))
+    return sum(map(_bytes, [*(TensorFact(shape, dtype.storage) for shape in weights), *(TensorFact(shape, bias) for shape in biases)]))
 
 
 def _on_meta(value: Any) -> Any:

@@ -237,8 +237,7 @@ class Seen(Interpreter):
         self.see = see
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        return self.see(n, result, () if n.op == "placeholder" else self.fetch_args_kwargs_from_env(n)[0])
+        return self.see(n, super().run_node(n), () if n.op == "placeholder" else self.fetch_args_kwargs_from_env(n)[0])
 
 
 def still(model: fx.GraphModule, state: State | None) -> Having:

@@ -94,8 +94,7 @@ def _arguments(record: Operator | Primitive | None, node: fx.Node) -> str:
         name, default = parameters[index] if index < len(parameters) else ("", inspect.Parameter.empty)
         if default is not inspect.Parameter.empty and _plain(default) == _plain(value):
             continue
-        named = name and index > 0 and not isinstance(value, fx.Node)
-        shown.append(f"{name}={_value(value)}" if named else _value(value))
+        shown.append(f"{name}={_value(value)}" if name and index > 0 and not isinstance(value, fx.Node) else _value(value))
     shown.extend(f"{name}={_value(value)}" for name, value in node.kwargs.items())
     return ", ".join(shown)
 

@@ -97,8 +97,7 @@ def export_onnx(
             remedy = "pass example_inputs=, or what fxq.convert returns if the integer model was meant"
             raise ConfigurationError("a float model cannot be exported without example inputs", because=because, remedy=remedy)
         traced = trace(model, example_inputs)
-        fixed = traced if batch_size is None else with_fixed_batch(traced, batch_size)
-        return export_float(fixed, path, options)
+        return export_float(traced if batch_size is None else with_fixed_batch(traced, batch_size), path, options)
     if example_inputs is not None:
         raise ConfigurationError(
             "example_inputs mean nothing here", because="a prepared and an integer model are graphs already", remedy="leave them out"

@@ -172,8 +172,7 @@ def _export(options: argparse.Namespace) -> int:
         batches = _batches(options, model) if options.board else []
         for index, batch in enumerate(batches):  # before minutes of compiling
             model_inputs(model, batch, index)
-        horizon = fxq.board.HorizonOptions(**fields)
-        output = fxq.board.export_horizon(model, options.out, camera=options.camera, options=horizon, **names)
+        output = fxq.board.export_horizon(model, options.out, camera=options.camera, options=fxq.board.HorizonOptions(**fields), **names)
         if colours:
             print(fxq.save(model, output / "camera.fxq"))
         if options.compile or options.board:

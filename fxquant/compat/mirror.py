@@ -139,8 +139,7 @@ class Tables:
 
     def own_modules(self, path: str) -> list[ModuleType]:
         """Return the toolkit's own modules of this path: at most one for each alias."""
-        modules = [self.own_module(name) for name in self.aliased(path)] if self.partly else []
-        return [module for module in modules if module is not None]
+        return [module for module in ([self.own_module(name) for name in self.aliased(path)] if self.partly else []) if module is not None]
 
     def own_module(self, name: str) -> ModuleType | None:
         """Return the toolkit's own module of this name, or None if there is none."""
@@ -222,8 +221,7 @@ class Tables:
         with self._lock:  # never during an import, which may wait for another thread's
             self.depth += 1
             if self.depth == 1:
-                covered = [name for name, module in sys.modules.items() if isinstance(module, Package) and self._is_alias(name)]
-                for name in sorted(covered):
+                for name in sorted([name for name, module in sys.modules.items() if isinstance(module, Package) and self._is_alias(name)]):
                     _bind(name, self.own.get(name))
         try:
             yield
@@ -238,8 +236,7 @@ class Tables:
 
     def _cover(self) -> None:
         """Put mirrors of the toolkit's roots and loaded modules into sys.modules; the modules that they replace are kept in `own`."""
-        loaded = [name for name in sys.modules if self._is_alias(name)]
-        for name in sorted({*self.roots, *loaded}):
+        for name in sorted({*self.roots, *[name for name in sys.modules if self._is_alias(name)]}):
             path, there = self.path_of(name), sys.modules.get(name)
             if path not in self.modules or isinstance(there, Package):
                 continue

@@ -348,8 +348,7 @@ def _compiled(place: Path, rows: Sequence[Row], prepared: fx.GraphModule, intege
         Case(row.name, manifest.FLOAT if step is None else manifest.PROCESSOR if nodes else manifest.BPU, ", ".join(nodes))
         for row, step, nodes in zip(rows, steps, processor, strict=True)
     ]
-    outputs = tuple(output.name for output in graph.output)
-    program = ProbeProgram(name, dtype, how, graph.input[0].name, outputs, tuple(cases))
+    program = ProbeProgram(name, dtype, how, graph.input[0].name, tuple(output.name for output in graph.output), tuple(cases))
     results = [integer(image) for image in images()[1]]
     arrays = {}
     for index, step in enumerate(steps):

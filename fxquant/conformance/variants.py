@@ -107,8 +107,7 @@ def _spelt_out(old: FixedArithmetic) -> dict[str, str]:
 
 
 def _plain_floor(old: FixedArithmetic) -> Arithmetic:
-    values = {each.name: getattr(old, each.name) for each in fields(old)}
-    return PlainFloor(**{**values, "roundings": {**_spelt_out(old), LAYER: "floor"}})
+    return PlainFloor(**{**{each.name: getattr(old, each.name) for each in fields(old)}, "roundings": {**_spelt_out(old), LAYER: "floor"}})
 
 
 def _width(old: FixedArithmetic, changed: Mapping[str, int]) -> Arithmetic:

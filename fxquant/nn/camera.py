@@ -144,8 +144,7 @@ class ChromaLoss(nn.Module):
     """
 
     def forward(self, image: Tensor) -> Tensor:
-        chroma = F.avg_pool2d(image[:, 1:], HALF)
-        return torch.cat([image[:, :1], F.interpolate(chroma, scale_factor=HALF, mode="nearest")], 1)
+        return torch.cat([image[:, :1], F.interpolate(F.avg_pool2d(image[:, 1:], HALF), scale_factor=HALF, mode="nearest")], 1)
 
 
 def rgb_to_nv12(image: Tensor, swing: str = "full") -> tuple[Tensor, Tensor]:

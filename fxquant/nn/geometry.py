@@ -74,8 +74,7 @@ class RoIAlign(nn.Module):
         self.output_size = (output_size, output_size) if isinstance(output_size, int) else tuple(output_size)
         self.spatial_scale, self.sampling_ratio = spatial_scale, sampling_ratio
         for name, count in zip(("down", "across"), self.output_size, strict=True):
-            points = (torch.arange(count * sampling_ratio) + 0.5) / (count * sampling_ratio)
-            self.register_buffer(name, points, persistent=False)
+            self.register_buffer(name, (torch.arange(count * sampling_ratio) + 0.5) / (count * sampling_ratio), persistent=False)
 
     def forward(self, features: Tensor, boxes: Tensor) -> Tensor:
         (height, width), count, rows, columns = features.shape[2:], boxes.shape[1], len(self.down), len(self.across)
@@ -84,8 +83,7 @@ class RoIAlign(nn.Module):
         x = x.unsqueeze(2).expand(-1, -1, rows, -1)
         y = y.unsqueeze(3).expand(-1, -1, -1, columns)
         grid = torch.stack((x, y), -1).reshape(-1, count * rows, columns, 2)
-        points = F.grid_sample(features, grid, padding_mode="border", align_corners=False)
-        cells = F.avg_pool2d(points, self.sampling_ratio)
+        cells = F.avg_pool2d(F.grid_sample(features, grid, padding_mode="border", align_corners=False), self.sampling_ratio)
         unflattened: Tensor = cells.unflatten(2, (count, self.output_size[0]))  # type: ignore[no-untyped-call]
         return unflattened.transpose(1, 2)
 
@@ -150,8 +148,7 @@ class MultiScaleDeformableAttention(nn.Module):
             levels.append(F.grid_sample(image, grid, align_corners=False))
             start += height * width
         weights = attention_weights.transpose(1, 2).reshape(-1, 1, queries, len(shapes) * points)
-        summed = (torch.cat(levels, -1) * weights).sum(-1)
-        return summed.reshape(-1, heads * channels, queries).transpose(1, 2)
+        return (torch.cat(levels, -1) * weights).sum(-1).reshape(-1, heads * channels, queries).transpose(1, 2)
 
 
 # ---- Boxes: the anchors of a detector, and post-processing of its outputs. On the host, in float: choices depend on data
@@ -237,8 +234,7 @@ class PointPillarsScatter(nn.Module):
         nowhere = self.batch * height * width
         index = torch.where((places < 0).any(1), nowhere, index)
         empty = torch.zeros(nowhere + 1, features.shape[1], dtype=features.dtype, device=features.device)
-        maps = empty.index_copy(0, index, features)[:nowhere]
-        return maps.reshape(self.batch, height, width, -1).permute(0, 3, 1, 2)
+        return empty.index_copy(0, index, features)[:nowhere].reshape(self.batch, height, width, -1).permute(0, 3, 1, 2)
 
 
 class BEVPool(nn.Module):

@@ -99,15 +99,13 @@ def input_channels(b: Rewriting) -> fx.Node | None:
         return None if transposed else _tiles(b, max(1, math.isqrt(b.most)))
     weight, bias = b.folded(1 if transposed else 0)
     dim = 0 if transposed else 1
-    parts = [(b.cut(b.input, 1, *edges), b.narrow(weight, dim, *edges)) for edges in even(channels, b.pieces)]
-    return chain(b, parts, bias, **attributes)
+    return chain(b, [(b.cut(b.input, 1, *edges), b.narrow(weight, dim, *edges)) for edges in even(channels, b.pieces)], bias, **attributes)
 
 
 @remedy("with its residual added after it", f"{PLAIN} {REVERSED}", "stride with a residual added")
 def residual_after(b: Rewriting) -> fx.Node | None:
     """Add the residual in a separate operator."""
-    own = b.again(**_attributes(b), dtype=b.partial, residual=None, clamp=None)
-    return b(add, own, b.arguments["residual"], clamp=b.clamp)
+    return b(add, b.again(**_attributes(b), dtype=b.partial, residual=None, clamp=None), b.arguments["residual"], clamp=b.clamp)
 
 
 @remedy("with its limits after it", "*", "bounds")

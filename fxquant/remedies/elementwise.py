@@ -72,8 +72,7 @@ def flattened(b: Rewriting) -> fx.Node | None:
     if not are_fixed(b.result[1:]):
         return None
     rows = math.prod(known_sizes(b.result[1:]))
-    own = b.again(**{name: b(reshape, b.arguments[name], numbers([b.result[0], rows])) for name in names})
-    return b(reshape, own, numbers(b.result))
+    return b(reshape, b.again(**{name: b(reshape, b.arguments[name], numbers([b.result[0], rows])) for name in names}), numbers(b.result))
 
 
 @remedy("as a selection", "pad", "padding mode")

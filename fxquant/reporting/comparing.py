@@ -43,8 +43,7 @@ def pairs(a: Form, b: Form) -> dict[str, str]:
         if name in a.facts and a.facts[name].fused == facts.fused:
             names[name] = name
             continue
-        there = [each for each in (name, *facts.fused, facts.reads) if each in order]
-        last = max(there, key=order.__getitem__, default=None)
+        last = max([each for each in (name, *facts.fused, facts.reads) if each in order], key=order.__getitem__, default=None)
         if last is not None and holders.get(last, name) == name:
             names[name] = last
     return names
@@ -369,5 +368,4 @@ def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: f
     ends = tuple(row(name, name, Facts("output"), statistics) for name, statistics in outputs.items())
     verdict = verdict_on([end for end in ends if outputs[end.name].real])
     labels = (pairing.left.label, pairing.right.label)
-    hidden = 0 if len(pairing.forms) > 1 else len(pairing.parts)
-    return Comparison(labels, rows, ends, advice, count, pairing.seen, verdict, hidden)
+    return Comparison(labels, rows, ends, advice, count, pairing.seen, verdict, 0 if len(pairing.forms) > 1 else len(pairing.parts))

@@ -148,8 +148,7 @@ class Effects:
         self._run((*read, reference), see)
         error = torch.nan_to_num(self.others[reference].double() - float_values[0].double(), nan=0.0, posinf=0.0, neginf=0.0)
         signal = torch.nan_to_num(float_values[0].double(), nan=0.0, posinf=0.0, neginf=0.0)
-        effect = self.of_errors({reference: error})
-        return Inside(float(error.square().sum()), float(signal.square().sum()), effect, self._constants(names))
+        return Inside(float(error.square().sum()), float(signal.square().sum()), self.of_errors({reference: error}), self._constants(names))
 
     def _constants(self, names: Sequence[str]) -> dict[str, Tensor]:
         tensors: dict[str, Any] = {}

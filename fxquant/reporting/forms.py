@@ -309,8 +309,7 @@ def measure(a: Form, others: Sequence[OnnxForm], batches: Iterable[list[Tensor]]
         assert isinstance(b, OnnxForm)
         if b.label not in report.outputs:
             report.pairs.append(f"{a.label} ≈ {b.label}")
-            entries = b.onnx.metadata["outputs"]
-            report.outputs[b.label] = [Deviation(entry["name"], b.step(entry.get("tensor"))) for entry in entries]
+            report.outputs[b.label] = [Deviation(entry["name"], b.step(entry.get("tensor"))) for entry in b.onnx.metadata["outputs"]]
         for index, output in enumerate(report.outputs[b.label]):
             output.add(expected[f"output {index}"], actual[f"output {index}"])
         outputs = [output for runtime in report.outputs.values() for output in runtime]

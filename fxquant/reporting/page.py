@@ -260,8 +260,7 @@ def report(
     results = () if checked_model is None else findings(checked_model, checked_model.meta["target"])
     limits = [each for each in results if each.kind == "limit"]
     text = json.dumps(contents(model, comparison, forms, limits, title), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    page = resources.files("fxquant.reporting").joinpath("page.html").read_text(encoding="utf-8")
-    head, rest = page.split("__DATA__")
+    head, rest = resources.files("fxquant.reporting").joinpath("page.html").read_text(encoding="utf-8").split("__DATA__")
     middle, tail = rest.split("__PLOTLY__")
     return write_file(path, head + text.replace("<", "\\u003c") + middle + get_plotlyjs() + tail)
 

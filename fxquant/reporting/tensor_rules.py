@@ -70,8 +70,7 @@ class Cures:
 
     def in_float(self, name: str, reference: str) -> str:
         """Return the code that keeps a tensor's operator, or an input's readers, in float; "" if there are none."""
-        names = self._readers(reference) if self._is_input(reference) else [name] * (name in self.nodes)
-        return _mapping(dict.fromkeys(names, "None"))
+        return _mapping(dict.fromkeys(self._readers(reference) if self._is_input(reference) else [name] * (name in self.nodes), "None"))
 
     def _is_input(self, reference: str) -> bool:
         return reference in self.nodes and self.nodes[reference].op == "placeholder"

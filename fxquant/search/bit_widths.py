@@ -316,8 +316,7 @@ class Work:
         for operator in quantized_operators(prepared).values():
             if not operator.plain:
                 operator.output.require()
-        alone = replace(options, distributed=False)
-        run = Run(prepared, BY_SAMPLES, options=alone, method=method_of(self.prepared))  # as calibration does
+        run = Run(prepared, BY_SAMPLES, options=replace(options, distributed=False), method=method_of(self.prepared))  # as calibration does
         for inputs in self.samples:
             run.take(inputs)
         run.perform()

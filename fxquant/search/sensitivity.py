@@ -145,8 +145,7 @@ def sensitivity(
         because = "the loss is measured with the qconfig that it was prepared with, so that this one would have no effect"
         remedy = "leave qconfig out, or pass the float model"
         raise ConfigurationError("a prepared model has a qconfig already", because=because, remedy=remedy)
-    samples = inputs_of(prepared, batches, num_batches, options)
-    return find(prepared, samples, options, show_progress, metric)
+    return find(prepared, inputs_of(prepared, batches, num_batches, options), options, show_progress, metric)
 
 
 def calibrated(

@@ -55,8 +55,7 @@ class Recipe:
     @staticmethod
     def of(document: dict[str, Any]) -> Recipe:
         """Return the recipe of a document."""
-        mapping = read(document["mapping"], "the checkpoint's mapping")
-        return Recipe(mapping, tuple(document["methods"]), document["corrections"])
+        return Recipe(read(document["mapping"], "the checkpoint's mapping"), tuple(document["methods"]), document["corrections"])
 
 
 @dataclass(frozen=True, eq=False)

@@ -255,8 +255,7 @@ def _pairs(rules: Any) -> list[Any]:
 
 def _plain(kind: Any) -> str:
     """Return the plain name of an operator: "sigmoid" for nn.Sigmoid, torch.sigmoid and x.sigmoid_()."""
-    name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
-    return name.lower().replace("_", "")
+    return (kind if isinstance(kind, str) else getattr(kind, "__name__", "")).lower().replace("_", "")
 
 
 def own_qconfig(qconfig: Any) -> Any:
