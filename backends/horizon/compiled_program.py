@@ -183,9 +183,7 @@ def _read(folder: Path, index: int, feature: Feature) -> Tensor | None:
     if path is None:
         return None
     words = [word for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#") for word in line.split()]
-    if len(words) != math.prod(feature.shape):
-        return None
-    return torch.from_numpy(np.array(words, dtype)).reshape(feature.shape)
+    return torch.from_numpy(np.array(words, dtype)).reshape(feature.shape) if len(words) == math.prod(feature.shape) else None
 
 
 def _cost(summary: dict[str, Any]) -> CompiledCost:

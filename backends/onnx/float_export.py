@@ -110,11 +110,9 @@ class FloatRegions:
             self._export_together()
         if region.key not in self.exported:
             self.exported[region.key] = self._export(region)
-        outputs = region.outputs
-        named = {output.name: fact(output) for output in outputs}
-        self._append(self.exported[region.key], emitter, [values[i] for i in region.inputs], named, outputs[0])
-        for output in outputs:
-            values[output] = output.name
+        named = {output.name: fact(output) for output in region.outputs}
+        self._append(self.exported[region.key], emitter, [values[i] for i in region.inputs], named, region.outputs[0])
+        values.update((output, output.name) for output in region.outputs)
 
     def _export_together(self) -> None:
         """Fill `exported` with all regions' models by one call of the exporter; if that fails, leave it and do not try again."""
@@ -290,8 +288,7 @@ class FloatRegions:
         def name(value: str) -> str:
             return renamed.setdefault(value, f"{next(iter(outputs))}/{value}") if value else value
 
-        copied = onnx.GraphProto()
-        copied.CopyFrom(model.graph)
+        copied = copy.deepcopy(model.graph)
         rename_values(copied, name)
         emitter.initializers.extend(copied.initializer)
         emitter.nodes.extend(copied.node)
@@ -354,9 +351,7 @@ def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], 
     settings = {node: settings_of(module) for node, module in modules.items()}
     if None in settings.values() or any(o not in index for node in region for o in node.all_input_nodes):
         return None
-    calls = [
-        (node.op, settings.get(node, node.target), fx.map_arg((node.args, node.kwargs), lambda operand: index[operand])) for node in region
-    ]
+    calls = [(node.op, settings.get(node, node.target), fx.map_arg((node.args, node.kwargs), index.__getitem__)) for node in region]
     return repr([calls, [str(fact(node)) for node in inputs], [index[node] for node in outputs]])
 
 
@@ -446,10 +441,9 @@ def unchanged(model: onnx.ModelProto, written: int, older: int) -> bool:
 
     def since(operator: str, opset: int) -> int:
         try:
-            version: int = onnx.defs.get_schema(operator, opset).since_version
+            return int(onnx.defs.get_schema(operator, opset).since_version)
         except onnx.defs.SchemaError:  # the operator was added later
             return 0
-        return version
 
     nodes = model.graph.node
     plain = all(node.domain == "" and not any(a.HasField("g") for a in node.attribute) for node in nodes)
@@ -500,8 +494,6 @@ def agrees(model: onnx.ModelProto, part: fx.GraphModule, inputs: Sequence[Any], 
     """Return whether onnxruntime and a module agree up to rounding on random inputs of these facts, at a point of sizes."""
     generator = torch.Generator().manual_seed(0)
     samples = [random_value(each, generator, point) for each in inputs]
-    copied = onnx.ModelProto()
-    copied.CopyFrom(model)
     names = [info.name for info in model.graph.input]
     try:
         with torch.no_grad():
@@ -509,7 +501,7 @@ def agrees(model: onnx.ModelProto, part: fx.GraphModule, inputs: Sequence[Any], 
         expected = [value for value in (results if isinstance(results, tuple | list) else [results]) if isinstance(value, Tensor)]
         feeds = dict(zip(names, (torch.as_tensor(value) for value in samples), strict=True))
         _, level, threads = RUNTIMES[0]
-        actual = list(Runner(copied, level, threads)(feeds).values())
+        actual = list(Runner(copy.deepcopy(model), level, threads)(feeds).values())
     except (ExportError, ValueError):
         return False
     return len(actual) == len(expected) and all(apart(one, other) <= LARGEST_DEVIATION for one, other in zip(actual, expected, strict=True))

@@ -22,6 +22,7 @@ from onnx import helper, numpy_helper
 from torch import Tensor, fx
 
 from fxquant.backends.onnx.qdq import QdqWriter
+from fxquant.backends.onnx.runtime import keep, prune
 from fxquant.errors import ExportError
 from fxquant.ir.integer import QParams
 from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_INT8, scale_from_range
@@ -373,19 +374,12 @@ Shape = tuple[int, ...]
 def write_images(graph: onnx.GraphProto, sizes: dict[str, Shape]) -> None:
     """Rewrite a file for a batch of one: set the sizes of its values, and remove the nodes without readers."""
     images = Images(graph, sizes)
-    read, nodes = {output.name for output in graph.output}, list[onnx.NodeProto]()
+    ends = {output.name for output in graph.output}
     for node in graph.node:
-        if not images.written(node, node.output[0] in read):
+        if not images.written(node, node.output[0] in ends):
             images.add(node, [images.alias.get(name) or images.tensor(name) for name in node.input])
-    for node in reversed(images.nodes):
-        if read & set(node.output):
-            read |= set(node.input)
-            nodes.insert(0, node)
-    del graph.node[:]
-    graph.node.extend(nodes)
-    described = [info for info in graph.value_info if info.name not in images.image]
-    del graph.value_info[:]
-    graph.value_info.extend(described)
+    prune(graph, images.nodes)
+    keep(graph.value_info, (info for info in graph.value_info if info.name not in images.image))
 
 
 class Images:
@@ -417,8 +411,7 @@ class Images:
         return f"{name}/tensor"
 
     def _reshape(self, value: str, result: str, shape: Shape) -> None:
-        self._constant(f"{result}/shape", np.array(shape, np.int64))
-        self.add(helper.make_node("Reshape", [], [result], result), [value, f"{result}/shape"])
+        self.add(helper.make_node("Reshape", [], [result], result), [value, self._constant(f"{result}/shape", np.array(shape, np.int64))])
 
     def _constant(self, name: str, value: Any) -> str:
         if name not in self.constants:

@@ -50,7 +50,7 @@ from torch import fx
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import argument_name
 from fxquant.numerics.grids import ACTIVATION_TYPES
-from fxquant.support.arguments import PATH, Kind, checked
+from fxquant.support.arguments import PATH, by_names, checked
 from fxquant.version import __version__
 
 if TYPE_CHECKING:
@@ -236,14 +236,9 @@ def onnx_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 # The file takes channels last, and a Transpose after the input moves them to PyTorch's order.
 KNOWN = (*CHANNELS_LAST, *CHANNELS_LAST.values())
 
-
-def _layouts(value: Any) -> dict[str, str]:
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) and layout in KNOWN for name, layout in value.items()):
-        raise TypeError
-    return dict(value)
-
-
-LAYOUTS = Kind(f"a dict of layouts by names of inputs, each one of {', '.join(KNOWN)}", _layouts).or_none("every input is as in PyTorch")
+LAYOUTS = by_names(f"a dict of layouts by names of inputs, each one of {', '.join(KNOWN)}", lambda layout: layout in KNOWN).or_none(
+    "every input is as in PyTorch"
+)
 
 
 def with_layouts(model: onnx.ModelProto, layouts: Mapping[str, str] | None, source: fx.GraphModule) -> onnx.ModelProto:

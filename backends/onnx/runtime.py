@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -106,8 +107,7 @@ def _of_fixed_sizes(name: str, model: onnx.ModelProto) -> Run:
     def run(feeds: dict[str, np.ndarray[Any, Any]]) -> Any:
         shapes = tuple(value.shape for value in feeds.values())
         if shapes not in compiled:
-            sized = onnx.ModelProto()
-            sized.CopyFrom(model)
+            sized = copy.deepcopy(model)
             for info, shape in zip(sized.graph.input, shapes, strict=True):
                 for dim, size in zip(info.type.tensor_type.shape.dim, shape, strict=True):
                     dim.dim_value = size
@@ -194,8 +194,7 @@ class GatherElements(OpRun):
     """The operator beyond some tens of elements, and for fewer indices than elements along other dimensions, where it fails."""
 
     def _run(self, data: Any, indices: Any, axis: int | None = None) -> Any:
-        along = axis or 0
-        along %= data.ndim
+        along = (axis or 0) % data.ndim
         cropped = data[tuple(slice(None) if dim == along else slice(size) for dim, size in enumerate(indices.shape))]
         return (np.take_along_axis(cropped, indices, along),)
 
@@ -267,10 +266,8 @@ class Runner:
         dims = {info.name: info.type.tensor_type.shape.dim for info in model.graph.input}
         self.sizes = {name: [size.dim_value if size.HasField("dim_value") else None for size in shape] for name, shape in dims.items()}
         self.dtypes = {info.name: helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type) for info in model.graph.input}
-        self.name, self.runtime = (
-            name,
-            level if isinstance(level, str) else "ONNX's reference evaluator" if level is None else "onnxruntime",
-        )
+        self.name = name
+        self.runtime = level if isinstance(level, str) else "ONNX's reference evaluator" if level is None else "onnxruntime"
         try:
             self._open(model, level, threads, folder, settings)
         except Exception as error:  # the runtimes' own errors have no common class
@@ -342,35 +339,35 @@ class Runner:
 
 def _with_values(model: onnx.ModelProto, expose: Sequence[str], feed: Sequence[str]) -> onnx.ModelProto:
     """Return a copy whose outputs include `expose` and whose inputs include `feed`; the nodes that compute `feed` are removed."""
-    copied = onnx.ModelProto()
-    copied.CopyFrom(model)
+    copied, cut = copy.deepcopy(model), set(feed)
     graph = copied.graph
     infos = {info.name: info for info in (*graph.value_info, *graph.output, *graph.input)}
-    cut = set(feed)
-    nodes = [node for node in graph.node if not (cut & set(node.output))]
-    del graph.node[:]
-    graph.node.extend(nodes)
+    keep(graph.node, (node for node in graph.node if cut.isdisjoint(node.output)))
     present = {info.name for info in graph.output}
     graph.output.extend(infos[name] for name in expose if name not in present and name not in cut)
     graph.input.extend(infos[name] for name in feed)
-    if cut:
-        _prune(graph)
+    if cut:  # float nodes before it are not run in vain
+        needed = prune(graph, graph.node)
+        keep(graph.input, (info for info in graph.input if info.name in needed))
     return copied
 
 
-def _prune(graph: onnx.GraphProto) -> None:
-    """Remove the nodes and inputs that no output needs, so that float nodes before the cut are not run in vain."""
-    needed = {info.name for info in graph.output}
-    nodes = []
-    for node in reversed(graph.node):
-        if needed & set(node.output):
+def keep(field: Any, entries: Iterable[Any]) -> None:
+    """Replace the entries of a repeated field of a message."""
+    kept = list(entries)
+    del field[:]
+    field.extend(kept)
+
+
+def prune(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> set[str]:
+    """Set the nodes of a graph to those of `nodes`, in order, that its outputs need; return the names of the values that they read."""
+    needed, kept = {info.name for info in graph.output}, list[onnx.NodeProto]()
+    for node in reversed(nodes):
+        if not needed.isdisjoint(node.output):
             needed.update(values_read(node))
-            nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(reversed(nodes))
-    inputs = [info for info in graph.input if info.name in needed]
-    del graph.input[:]
-    graph.input.extend(inputs)
+            kept.append(node)
+    keep(graph.node, reversed(kept))
+    return needed
 
 
 def values_read(node: onnx.NodeProto) -> Iterator[str]:

@@ -30,20 +30,11 @@ from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import is_python
 from fxquant.ir.model import Model
-from fxquant.support.arguments import FOLDER, Kind, checked, choice
+from fxquant.support.arguments import FOLDER, by_names, checked, choice
 from fxquant.support.progress import working
 from fxquant.version import __version__
 
 MANIFEST, FORMAT = "manifest.json", 1
-
-
-def _functions(value: Any) -> dict[str, Callable[..., Any]]:
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) and callable(function) for name, function in value.items()):
-        raise TypeError
-    return dict(value)
-
-
-FUNCTIONS = Kind("a dict of functions by names of tensors", _functions)
 
 
 @checked(folder=FOLDER)
@@ -131,7 +122,11 @@ def _described(metadata: Mapping[str, Any], inputs: Sequence[str], outputs: Sequ
     return described
 
 
-@checked(folder=FOLDER, runtime=choice(*RUNTIME_NAMES), python=FUNCTIONS.or_none("every segment has a file"))
+@checked(
+    folder=FOLDER,
+    runtime=choice(*RUNTIME_NAMES),
+    python=by_names("a dict of functions by names of tensors", callable).or_none("every segment has a file"),
+)
 def run_segments(
     folder: str | os.PathLike[str], *inputs: Tensor, runtime: str = RUNTIME_NAMES[0], python: Mapping[str, Callable[..., Any]] | None = None
 ) -> tuple[Any, ...]:

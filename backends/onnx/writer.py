@@ -19,6 +19,7 @@ from fxquant.analysis.recording import returned
 from fxquant.backends.onnx.float_export import FloatRegions, rename_values
 from fxquant.backends.onnx.loops import Loop
 from fxquant.backends.onnx.metadata import write_metadata
+from fxquant.backends.onnx.runtime import keep
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir import loops
 from fxquant.ir.graph import Size, TensorFact, annotation, fact, fused, resolve, sizes_of_input
@@ -429,9 +430,7 @@ class Writer:
                 if value in self.sources:
                     self.sources[name] = self.sources[value]
             graph.output.append(value_info(name, self.emitter.types[values[index]], by_node[node][1]))
-        infos = [info for info in graph.value_info if info.name not in reserved]
-        del graph.value_info[:]
-        graph.value_info.extend(infos)
+        keep(graph.value_info, (info for info in graph.value_info if info.name not in reserved))
         return graph
 
     def _renamed(self, inputs: dict[str, str], outputs: dict[str, str]) -> dict[str, str]:

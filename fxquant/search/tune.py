@@ -7,7 +7,6 @@ in order. A remedy proposes recipes, which `tune` builds, evaluates on held-out 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -36,7 +35,7 @@ from fxquant.search.bit_widths import BUDGET, Budget, Work, costs, fits, work_of
 from fxquant.search.sensitivity import METRIC, Metric, find, reference_of, score_of
 from fxquant.serialization.qconfig import read, written
 from fxquant.support import logger
-from fxquant.support.arguments import COUNT, Kind, checked
+from fxquant.support.arguments import COUNT, FINITE, Kind, checked, such
 from fxquant.target import Target
 
 
@@ -132,12 +131,6 @@ WITHIN_BUDGET = "mixed precision"
 WITHIN = 0.01  # of the float model's score, where no tolerance is given
 
 
-def _tolerance(value: Any) -> float:
-    if isinstance(value, bool | str) or not math.isfinite(number := float(value)) or number < 0:
-        raise ValueError
-    return number
-
-
 @dataclass(frozen=True)
 class TuneStep:
     """One trial of `tune`.
@@ -204,7 +197,7 @@ class Tuned:
 @checked(
     metric=METRIC,
     budget=Kind(BUDGET.right, BUDGET.take).or_none("none"),
-    tolerance=Kind("a finite number from 0 on", _tolerance).or_none("one hundredth of the float model's score"),
+    tolerance=such("a finite number from 0 on", FINITE.take, lambda value: value >= 0).or_none("one hundredth of the float model's score"),
     steps=COUNT,
 )
 def tune(

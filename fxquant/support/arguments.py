@@ -150,9 +150,17 @@ def such(right: str, take: Callable[[Any], Any], holds: Callable[[Any], bool]) -
     return Kind(right, narrowed)
 
 
+def by_names(right: str, holds: Callable[[Any], bool]) -> Kind:
+    """Return the kind of dicts from strings to values for which `holds` is true."""
+    return such(right, instance("", Mapping).take, lambda value: all(isinstance(name, str) and holds(value[name]) for name in value))
+
+
 def choice(*names: str) -> Kind:
     """Return the kind of these names."""
     return such(f"one of {', '.join(map(repr, names))}", instance("", str).take, lambda value: value in names)
+
+
+TEXT = such("a text that is not empty", instance("", str).take, bool)
 
 
 def _whole(value: Any) -> int:
@@ -223,13 +231,17 @@ def words(value: Any) -> list[str]:
 def _names(value: Any) -> list[str]:
     if isinstance(value, set | frozenset):
         raise TypeError  # they have no order
-    return [_text(name) for name in words(value)]
+    return [TEXT.take(name) for name in words(value)]
+
+
+def _one_or_more(value: Any) -> list[str]:
+    return [TEXT.take(value)] if isinstance(value, str) else _names(value)
 
 
 def _cuts(value: Any) -> list[str | list[str]]:
     if isinstance(value, str | bytes | set | frozenset) or not isinstance(value, Iterable):
         raise TypeError
-    return [_text(names) if isinstance(names, str) else _names(names) for names in value]
+    return [TEXT.take(names) if isinstance(names, str) else _names(names) for names in value]
 
 
 def _leaf(value: Any) -> Any:
@@ -243,7 +255,7 @@ def _leaf(value: Any) -> Any:
 def _passes(value: Any) -> dict[str, list[Any]]:
     if not isinstance(value, Mapping):
         raise TypeError
-    by_name = {_text(name): [own] if callable(own) else list(own) for name, own in value.items()}
+    by_name = {TEXT.take(name): [own] if callable(own) else list(own) for name, own in value.items()}
     if not all(callable(one) for own in by_name.values() for one in own):
         raise TypeError
     return by_name
@@ -251,16 +263,10 @@ def _passes(value: Any) -> dict[str, list[Any]]:
 
 def _pattern(value: Any) -> str:
     try:
-        re.compile(_text(value))
+        re.compile(TEXT.take(value))
     except re.error:
         raise ValueError from None
     return str(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise TypeError
-    return value
 
 
 def of_environment(name: str, default: str, kind: Kind) -> Any:
@@ -271,10 +277,10 @@ def of_environment(name: str, default: str, kind: Kind) -> Any:
 _SWITCH = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
 SWITCH = such("1, true, yes or on, or 0, false, no or off", lambda value: _SWITCH.get(value.lower()), lambda value: value is not None)
-TEXT = Kind("a text that is not empty", _text)
 FLAG = Kind("True or False", _flag)
 COUNT = such("an integer of 0 or more", _whole, lambda value: value >= 0)
 POSITIVE = such("a positive integer", _whole, lambda value: value > 0)
+FINITE = Kind("a finite number", _number)
 NUMBER = such("a positive, finite number", _number, lambda value: value > 0)
 PATH = Kind("the path of a file: a str or a pathlib.Path that is not empty", _path)
 FILE = Kind("the path of a file, a str or a pathlib.Path, in a folder that is there or can be made", _file)
@@ -297,21 +303,16 @@ KINDS: dict[str, Kind] = {
     "dump": FOLDER.or_none("the value of FXQUANT_DUMP"),
     "external_data": FLAG.or_none("only where one file cannot hold the model"),
     "averaging_constant": such("a number above 0 and at most 1", _number, lambda value: 0 < value <= 1),
-    "highest": Kind("a finite number", _number),
+    "highest": FINITE,
     "input_names": NAMES.or_none("the names of forward's arguments"),
     "kernels": choice("auto", "reference"),
-    "kinds": Kind(
-        "'quantized', 'accumulators', 'float', 'outputs' or the name of a tensor, or a list of these",
-        lambda value: [_text(value)] if isinstance(value, str) else _names(value),
-    ),
+    "kinds": Kind("'quantized', 'accumulators', 'float', 'outputs' or the name of a tensor, or a list of these", _one_or_more),
     "leaf": Kind("a class of modules, the path of one, several of these, or a function of a module and its path", _leaf).or_none(
         "PyTorch's own modules are not traced into"
     ),
-    "lowest": Kind("a finite number", _number),
-    "modules": Kind(
-        "the name of a module or node, or a list of such names", lambda value: [_text(value)] if isinstance(value, str) else _names(value)
-    ).or_none("all of them"),
-    "name": Kind("a module's path or a node's name: a string that is not empty", _text),
+    "lowest": FINITE,
+    "modules": Kind("the name of a module or node, or a list of such names", _one_or_more).or_none("all of them"),
+    "name": Kind("a module's path or a node's name: a string that is not empty", TEXT.take),
     "num_batches": COUNT.or_none("all there are"),
     "out_dir": FOLDER.or_none("nothing is written"),
     "opset": Kind("an integer", _whole).or_none("the style's usual one"),
