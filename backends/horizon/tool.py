@@ -88,11 +88,10 @@ class Tool:
             raise ConfigurationError(
                 f"{program} is missing", because=f"it is not next to the other programs in {self.folder}", remedy=HOW_TO_GET
             )
-        environment = {**os.environ, "PATH": os.pathsep.join((str(self.folder), os.environ.get("PATH", "")))}
         process = subprocess.Popen(
             [place, *arguments],
             cwd=cwd,
-            env=environment,
+            env={**os.environ, "PATH": os.pathsep.join((str(self.folder), os.environ.get("PATH", "")))},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -212,9 +212,8 @@ def results_of(graph: fx.GraphModule, model: onnx.ModelProto, settings: Mapping[
     device = next((buffer.device for buffer in graph.buffers()), torch.device("cpu"))
     with torch.no_grad():
         results = pytree.tree_leaves(graph(**by_name(graph, [value.to(device) for value in inputs])))
-    expected = [value.cpu() for value in results if isinstance(value, Tensor)]
     outputs = _run(model, dict(zip((info.name for info in model.graph.input), inputs, strict=True)), settings)
-    for info, value in zip(model.graph.output, expected, strict=True):
+    for info, value in zip(model.graph.output, [value.cpu() for value in results if isinstance(value, Tensor)], strict=True):
         yield info.name, outputs[info.name], value
 
 

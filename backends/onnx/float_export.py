@@ -456,7 +456,6 @@ def by_the_older_exporter(part: fx.GraphModule, inputs: list[Any], outputs: int,
     Return None if the exporter fails, or PyTorch has it no more.
     """
     names = [f"region_input_{i}" for i in range(len(inputs))], [f"region_output_{i}" for i in range(outputs)]
-    moving = {name: list(axes) for name, each in zip(names[0], inputs, strict=True) if (axes := dynamic_of(each))}
     written = io.BytesIO()
     try:
         torch.onnx.export(
@@ -467,7 +466,7 @@ def by_the_older_exporter(part: fx.GraphModule, inputs: list[Any], outputs: int,
             opset_version=opset,
             input_names=names[0],
             output_names=names[1],
-            dynamic_axes=moving,
+            dynamic_axes={name: list(axes) for name, each in zip(names[0], inputs, strict=True) if (axes := dynamic_of(each))},
         )
     except Exception:  # the reported reason is that of the newer exporter
         return None
@@ -494,12 +493,11 @@ def agrees(model: onnx.ModelProto, part: fx.GraphModule, inputs: Sequence[Any], 
     """Return whether onnxruntime and a module agree up to rounding on random inputs of these facts, at a point of sizes."""
     generator = torch.Generator().manual_seed(0)
     samples = [random_value(each, generator, point) for each in inputs]
-    names = [info.name for info in model.graph.input]
     try:
         with torch.no_grad():
             results = part(*samples)
         expected = [value for value in (results if isinstance(results, tuple | list) else [results]) if isinstance(value, Tensor)]
-        feeds = dict(zip(names, (torch.as_tensor(value) for value in samples), strict=True))
+        feeds = dict(zip([info.name for info in model.graph.input], (torch.as_tensor(value) for value in samples), strict=True))
         _, level, threads = RUNTIMES[0]
         actual = list(Runner(copy.deepcopy(model), level, threads)(feeds).values())
     except (ExportError, ValueError):

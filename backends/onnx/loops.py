@@ -64,12 +64,11 @@ class Loop:
 
         going = e.node("Identity", self.going)
         leaving = {kind: [e.node("Identity", self.given[index]) for index in chosen] for kind, chosen in (("last", last), ("every", every))}
-        before = [f"{self.name}/before_{index}" for index in last]
         inputs = [
             helper.make_tensor_value_info(self.iteration, onnx.TensorProto.INT64, []),
             helper.make_tensor_value_info(self.going, onnx.TensorProto.BOOL, []),
             *typed([self.given[index] for index in states], states),
-            *typed(before, last),
+            *typed([f"{self.name}/before_{index}" for index in last], last),
         ]
         outputs = [
             helper.make_tensor_value_info(going, onnx.TensorProto.BOOL, []),

@@ -96,13 +96,12 @@ def _batch_norms(prepared: fx.GraphModule) -> tuple[list[tuple[str, QuantizedOpe
 def _seeing(batch_norms: list[tuple[str, QuantizedOperator, Any]]) -> Iterator[None]:
     """Batches count equally in the statistics of these batch norms, which start anew; nothing else moves."""
     norms, operators = [norm for _, _, norm in batch_norms], [operator for _, operator, _ in batch_norms]
-    quantizers = [q for operator in operators for q in (operator.output, operator.intermediate) if q is not None]
     for norm in norms:
         norm.num_batches_tracked.zero_()
     with (
         having(norms, momentum=None, training=True, track_running_stats=True),
         having(operators, live_batch_norm=True, state=State.TRAIN, training=True),
-        having(quantizers, mode=FROZEN),
+        having([q for operator in operators for q in (operator.output, operator.intermediate) if q is not None], mode=FROZEN),
     ):
         yield
 

@@ -96,11 +96,10 @@ class Choices(Mapping[str, Choice]):
             dtypes = _of_widths(ACTIVATION_TYPES, self.prepared.meta["target"].activations, widths, quantizer.dtype.name)
             dtypes = tuple(dtype for dtype in dtypes if dtype == quantizer.dtype.name or not self._breaks_limit(operators, dtype))
             elements = sum(self.known[operator.name].activation_bytes // quantizer.dtype.storage.itemsize for operator in operators)
-            name = operators[0].name
             macs = sum(layer.macs for layer in self.known.values() if layer.macs and self._reads(layer.name, quantizer))
             readers = sum(len(self.nodes[operator.name].users) for operator in operators)
             passes = 1 + -(-readers // len(operators))
-            self._of[key] = Choice(name, ACTIVATION, quantizer.dtype.name, dtypes, tuple(operators), elements, macs, passes)
+            self._of[key] = Choice(operators[0].name, ACTIVATION, quantizer.dtype.name, dtypes, tuple(operators), elements, macs, passes)
         return list(self._of.values())
 
     def _breaks_limit(self, operators: list[QuantizedOperator], dtype: str) -> bool:

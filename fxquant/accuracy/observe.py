@@ -107,11 +107,10 @@ def _computing(model: nn.Module, others: Iterable[QuantizedOperator]) -> Iterato
     out = [operator for operator in quantized_operators(model).values() if operator.left_out]
     needed = {id(quantizer) for operator in others for quantizer in _read(operator)}
     observing = [each for each in out if each.state is State.FLOAT and not each.plain and each.owns_output and id(each.output) in needed]
-    unobserved = [operator.intermediate for operator in observing if operator.intermediate is not None]
     with (
         having([operator for operator in out if operator.state is State.TRAIN], state=State.VALIDATE),
         having(observing, state=State.CALIBRATE),
-        having(unobserved, paused=True),
+        having([operator.intermediate for operator in observing if operator.intermediate is not None], paused=True),
     ):
         yield
     for operator in observing:

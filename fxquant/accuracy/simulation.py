@@ -130,12 +130,11 @@ def _rounded(operator: QuantizedOperator, arguments: Mapping[str, Any], name: st
     batch_norm = arguments.get("batch_norm")
     gain = None if batch_norm is None else running_gain(batch_norm)
     shape = (-1, *[1] * (arranged.dim() - 1))
-    folded = arranged if gain is None else arranged * gain.reshape(shape)
     quantizer = operator.weight_quantizer
     if dtype != quantizer.dtype.name:  # a copy, without what was learned
         quantizer = copy.deepcopy(quantizer)
         quantizer.dtype, quantizer.learned, quantizer.rounding = WEIGHT_TYPES[dtype], None, Nearest()
-    quantized = quantizer.integers(folded, gain)
+    quantized = quantizer.integers(arranged if gain is None else arranged * gain.reshape(shape), gain)
     real: Tensor = quantized.integers * quantized.scale.reshape(shape)
     if gain is not None:
         safe = torch.where(gain == 0, torch.ones_like(gain), gain).reshape(shape)

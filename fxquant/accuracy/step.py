@@ -154,8 +154,7 @@ class Run:
     def merge(self, batches: int | None) -> int:
         """Merge what all ranks have observed, and return the number of their batches; None if observing has failed here."""
         self.told.append(batches)
-        observers = {path: module for path, module in self.prepared.named_modules() if isinstance(module, Observer)}
-        return ranks.merge(observers, batches)
+        return ranks.merge({path: module for path, module in self.prepared.named_modules() if isinstance(module, Observer)}, batches)
 
     # ---- batches and samples ----
 

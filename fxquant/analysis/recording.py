@@ -86,9 +86,8 @@ class Form(ABC):
 
     def values(self, inputs: Sequence[Any], names: Sequence[str]) -> Values:
         """Return the named tensors of a batch as floats; inputs of the model are returned unchanged. "output 0", … are the outputs."""
-        selection = Wanted(frozenset([OUTPUTS]), frozenset(names) - frozenset(self.input_names), real=True)
         own_inputs = {name: value for name, value in zip(self.input_names, inputs, strict=True) if name in names}
-        return self.run(inputs, selection) | own_inputs
+        return self.run(inputs, Wanted(frozenset([OUTPUTS]), frozenset(names) - frozenset(self.input_names), real=True)) | own_inputs
 
 
 @dataclass(frozen=True)

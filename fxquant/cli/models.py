@@ -102,13 +102,11 @@ def add_conformance(commands: Any) -> None:
         "BPU is equal, and 1 if one differs or was not run.",
     )
     conformance.add_argument("kit", type=path, metavar="KIT", help="the folder of the kit")
-    march = "write the kit for this march or chip: bernoulli2, bayes, bayes-e, x3, x5, …"
     request = conformance.add_mutually_exclusive_group(required=True)
-    request.add_argument("--target", metavar="MARCH", help=march)
+    request.add_argument("--target", metavar="MARCH", help="write the kit for this march or chip: bernoulli2, bayes, bayes-e, x3, x5, …")
     conformance.add_argument("--dtype", nargs="+", metavar="DTYPE", help="dtypes of activations of --target: int8, int16 (default: int8)")
     conformance.add_argument("--operators", nargs="+", metavar="NAME", help="operators of --target (default: all)")
-    results = "compare the results that the board's run.py wrote into this folder"
-    request.add_argument("--results", type=path, metavar="DIR", help=results)
+    request.add_argument("--results", type=path, metavar="DIR", help="compare the results that the board's run.py wrote into this folder")
     simulated = "let the vendor's simulator write the results into this folder first, and compare them"
     request.add_argument("--simulate", type=path, metavar="DIR", help=simulated)
 

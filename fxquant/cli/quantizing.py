@@ -102,9 +102,8 @@ def run(options: argparse.Namespace) -> int:
     model = model_named(options.model)
     samples = samples_of(options, model)
     calibration, held_out = _split(samples, options)
-    batches = _batches(calibration, options.batch_size)
     settings = fxq.Options(adapt=options.adapt, dynamic_shapes=dynamic_shapes(options.dynamic, model, samples))
-    result = fxq.quantize(model, batches, options.target, mapping, options=settings)
+    result = fxq.quantize(model, _batches(calibration, options.batch_size), options.target, mapping, options=settings)
     with tempfile.TemporaryDirectory(prefix="fxquant-") as temporary:
         folder = Path(temporary)
         outcome = _written(result, folder, held_out, _count(calibration), options)

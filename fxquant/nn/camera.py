@@ -90,10 +90,9 @@ class YuvToRgb(_Product):
         there = RgbToYuv444(swing, centred)
         back = torch.linalg.inv(there.weight.double().reshape(3, 3))
         scale = torch.tensor(std, dtype=torch.float64)
-        matrix = back / scale[:, None]
         offset = -(back @ there.bias.double() + torch.tensor(mean, dtype=torch.float64)) / scale
         self.swing, self.centred = swing, centred
-        self.register_buffer("weight", matrix[list(self.order)].float().reshape(3, 3, 1, 1))
+        self.register_buffer("weight", (back / scale[:, None])[list(self.order)].float().reshape(3, 3, 1, 1))
         self.register_buffer("bias", offset[list(self.order)].float())
 
 

@@ -256,9 +256,8 @@ class BEVPool(nn.Module):
 
     def forward(self, depth: Tensor, features: Tensor) -> Tensor:
         height, width = self.size
-        shares = depth.flatten(1).index_select(1, self.ranks_depth)
         points = features.transpose(1, 2).flatten(2).index_select(2, self.ranks_feat)
-        weighted = points * shares.unsqueeze(1)
+        weighted = points * depth.flatten(1).index_select(1, self.ranks_depth).unsqueeze(1)
         cells = torch.zeros(points.shape[0], points.shape[1], height * width, dtype=weighted.dtype, device=weighted.device)
         return cells.index_add(2, self.ranks_bev, weighted).reshape(weighted.shape[0], -1, height, width)
 

@@ -158,8 +158,7 @@ def _as_image(b: Rewriting, rows: fx.Node) -> fx.Node | None:
     if rank > 2:
         rows = b(permute, rows, [0, rank - 1, *range(1, rank - 1)])
     if rank < 4:
-        row_shape = shape_of(rows)
-        rows = b(reshape, rows, numbers([*row_shape, *[1] * (4 - rank)]))
+        rows = b(reshape, rows, numbers([*shape_of(rows), *[1] * (4 - rank)]))
     return rows
 
 

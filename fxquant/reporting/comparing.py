@@ -213,9 +213,8 @@ class Comparison(Mapping[str, LayerComparison]):
         return tuple(sorted(self.layers, key=_badness)[:n])
 
     def __rich__(self) -> Table:
-        title = f"{self.labels[1]} against {self.labels[0]}, {self.batches} batches"
         heads = ("layer", "grid", "cosine", "SQNR", "own SQNR", "steps", "clipped", "to zero", "range", "error is")
-        table = Table(*heads, title=title, title_justify="left")
+        table = Table(*heads, title=f"{self.labels[1]} against {self.labels[0]}, {self.batches} batches", title_justify="left")
         for layer in (*self.worst(SHOWN), *self.outputs) if self.layers else self.outputs:
             ratios = (in_decibels(layer.sqnr), in_decibels(layer.own))
             numbers = (*ratios, _short(layer.steps), *(_short(100 * share, "{:.2g} %") for share in (layer.clipped, layer.zeroed)))

@@ -94,7 +94,6 @@ def _of_onnx(opened: OnnxModel) -> Contents:
         return Row(name, operators.get(value, "input"), grid, runtime.shape(opened, value))
 
     # Tensors quantized inside of an operator have no entry.
-    rows = [row(name, entry) for name, entry in opened.tensors.items() if "scale" in entry]
     return Contents(
         opened.path,
         "ONNX file",
@@ -103,7 +102,7 @@ def _of_onnx(opened: OnnxModel) -> Contents:
         tuple(f"{name} {runtime.shape(opened, name)}" for name in opened.input_names),
         tuple(f"{name} {runtime.shape(opened, name)}" for name in opened.output_names),
         Counter(operators.values()),
-        tuple(rows),
+        tuple(row(name, entry) for name, entry in opened.tensors.items() if "scale" in entry),
         tuple(f"%{name}: {because}" for name, because in opened.in_float.items()),
         runtime.constants(opened),
         runtime.text(opened),

@@ -329,8 +329,7 @@ class Work:
     @cached_property
     def seen_otherwise(self) -> Observations:
         """The observations of a calibration with equalization where the work has none, and without where it has it."""
-        equalize = not self.options.equalize
-        options = replace(self.options, equalize=equalize, round_weights=False, correct_bias=False, distributed=False)
+        options = replace(self.options, equalize=not self.options.equalize, round_weights=False, correct_bias=False, distributed=False)
         prepared = prepare(self.model, self.example, self.prepared.meta["target"], self.base, options=options)
         return observations(calibrate(prepared, self.samples, options=options, show_progress=False))
 

@@ -92,9 +92,8 @@ def _sixteen(state: State) -> Proposals:
         return
     work = state.untuned()
     choices = Choices(work.prepared, WIDTHS)
-    sensitivities = find(work.prepared, work.samples, replace(work.options, measured=False, widths=WIDTHS), work.show)
     gains = {}
-    for tensor in sensitivities.tensors:
+    for tensor in find(work.prepared, work.samples, replace(work.options, measured=False, widths=WIDTHS), work.show).tensors:
         wide = [dtype for dtype in tensor.loss if bits(dtype) == 16]
         if wide and tensor.dtype != wide[0]:
             gains[tensor.name] = tensor.loss[tensor.dtype] - tensor.loss[wide[0]], wide[0]
@@ -270,11 +269,10 @@ class _Session:
     def _try(self, name: str, remedy: Remedy, enough: float, refused: bool = False) -> None:
         """Evaluate the recipes that a remedy proposes, and keep the best one."""
         document = self.journal.at(name, lambda: {"tried": [], "done": False})
-        state = State(self.work, self.recipe, self.budget, self.steps)
         for entry in document["tried"]:
             self._take(TuneStep(**entry["step"]), Recipe.of(entry["recipe"]), None)
         if not document["done"]:
-            for index, (label, recipe) in enumerate(remedy(state)):
+            for index, (label, recipe) in enumerate(remedy(State(self.work, self.recipe, self.budget, self.steps))):
                 if index < len(document["tried"]):
                     continue
                 model = self._built(recipe)

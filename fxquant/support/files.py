@@ -151,9 +151,8 @@ def _explained(path: Path) -> Iterator[None]:
     except (OSError, ValueError) as error:  # a ValueError is about a name, or a text, that cannot be encoded
         full = isinstance(error, OSError) and error.errno in _FULL
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        because = f"{reason}; the previous file is kept"
         remedy = "free space, or choose a folder on another file system" if full else "choose a file in a folder that can be written to"
-        raise ExportError(f"{path} cannot be written", because=because, remedy=remedy) from error
+        raise ExportError(f"{path} cannot be written", because=f"{reason}; the previous file is kept", remedy=remedy) from error
 
 
 # ---- Locks that are free in a forked child: it has one thread, and locks held by other threads of its parent would never be released

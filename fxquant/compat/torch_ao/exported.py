@@ -312,6 +312,5 @@ def _output(node: fx.Node, marks: dict[fx.Node, Any]) -> ActivationConfig | None
     """Return the grid of a node's output: its own, or else the first that one of its readers asks for, if it has an annotation itself."""
     if node not in marks:
         return None
-    own = _grid(node, marks, node)
     asked_for = (_grid(node, marks, (node, user)) for user in node.users if user in marks)
-    return own or next((grid for grid in asked_for if grid is not None), None)
+    return _grid(node, marks, node) or next((grid for grid in asked_for if grid is not None), None)

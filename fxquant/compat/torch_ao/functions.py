@@ -160,10 +160,9 @@ def quantize_dynamic(
 
     An LSTM is a loop of as many steps as the example has: every input must have its length, unless `dynamic_shapes` lets it vary.
     """
-    rules = dynamic_mapping(model, qconfig_spec, dtype)
     return prepared_in_place(  # type: ignore[no-any-return]
         model, inplace, example_inputs, lambda *args, **how: converted(_prepared(*args, **how)), "quantize_dynamic", keeps=False,
-        qconfigs=rules, target=target, dynamic_shapes=dynamic_shapes,
+        qconfigs=dynamic_mapping(model, qconfig_spec, dtype), target=target, dynamic_shapes=dynamic_shapes,
     )  # fmt: skip
 
 

@@ -95,13 +95,12 @@ def activation(factory: Any, what: str = "the activation") -> ActivationConfig:
     dtype = f"{'u' if affine else ''}int{one.bits}"
     if dtype not in ACTIVATION_TYPES:
         raise one.refused("affine", what)
-    training = LEARNED if one.learned else STATISTICS
     if "FixedQParamsObserver" in one.names:
         scale, zero_point = float(one.observer.scale), int(one.observer.zero_point)
         moved = zero_point + (128 if one.dtype == "int8" else 0)  # equal float values, with integers counted from 0
         return ActivationConfig(dtype, scale=scale, zero_point=moved if affine else None)
     observer = next((OBSERVERS[name](one.observer) for name in one.names if name in OBSERVERS), None)
-    return ActivationConfig(dtype, observer=observer or TheirObserver(factory), training=training)
+    return ActivationConfig(dtype, observer=observer or TheirObserver(factory), training=LEARNED if one.learned else STATISTICS)
 
 
 class TheirObserver(Observer):
