@@ -148,9 +148,8 @@ def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress
     with tuning(prepared) as tuned, repeatable():
         result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, Checkpoint(None, {}, several), tuned.undo)
         quantizers = {name: tuned.operators[name].weight_quantizer for layer in result.kept for name in layer.layers}
-        roundings = {
-            name: learned_rounding(each).copied() for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)
-        }
+        adaptive = {name: each for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)}
+        roundings = {name: learned_rounding(each).copied() for name, each in adaptive.items()}
         tuned.undo()
     return roundings
 
@@ -261,11 +260,9 @@ def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values],
     if gain is None:
         return
     gain = gain.clamp(1 / LARGEST_GAIN, LARGEST_GAIN)
-    share, scale = None, None
-    if learned is None:
-        share = (torch.ones_like(gain) if quantizer.coverage is None else quantizer.coverage.share) / gain
-    else:
-        scale = learned.current() / gain
+    scale = None if learned is None else learned.current() / gain
+    covered = torch.ones_like(gain) if quantizer.coverage is None else quantizer.coverage.share
+    share = covered / gain if learned is None else None
     assert isinstance(quantizer.rounding, AdaptiveRounding)
     put(operator, LearnedRounding(quantizer.rounding.offset, share, scale))
     layer = _Layer.of(node, operator, values)  # in steps of the new scale, which a bias may keep from being smaller

@@ -144,11 +144,8 @@ def _pattern(shape: tuple[Size, ...], result: tuple[Size, ...]) -> str:
 
 
 def _broadcast_dimensions(site: Site) -> list[Any]:
-    dims: set[int] = set()
-    for shape in site.shapes:
-        missing = len(site.result) - len(shape)
-        dims.update(d + missing for d, size in enumerate(shape) if size != site.result[d + missing])
-    return sorted(dims)
+    rank = len(site.result)
+    return sorted({rank + d for shape in site.shapes for d in range(-len(shape), 0) if shape[d] != site.result[d]})
 
 
 def _bounds(site: Site) -> list[Any]:

@@ -122,8 +122,7 @@ class GraphForm(Form):
         self.model, self.state = model, state
         self.label = "integer" if is_deployed(model) else (stage_of(model) or "traced").lower()
         self.nodes = {node.name: node for node in model.graph.nodes}
-        kinds = ((node.name, self._kind(node)) for node in model.graph.nodes)
-        self.tensors = {name: kind for name, kind in kinds if kind is not None}
+        self.tensors = {node.name: kind for node in model.graph.nodes if (kind := self._kind(node)) is not None}
         self.input_names = [node.name for node in model.graph.find_nodes(op="placeholder")]
 
     @cached_property
@@ -143,8 +142,8 @@ class GraphForm(Form):
             return tensor_exponents(self.model)
         if not is_deployed(self.model):
             return {}
-        exponents = {name: channel_exponents(node) for name, node in self.nodes.items()}
-        return {name: torch.tensor(value, device="cpu") for name, value in exponents.items() if value is not None}
+        each = {name: exponents for name, node in self.nodes.items() if (exponents := channel_exponents(node)) is not None}
+        return {name: torch.tensor(exponents, device="cpu") for name, exponents in each.items()}
 
     @cached_property
     def real(self) -> bool:
@@ -199,8 +198,7 @@ class KernelForm(GraphForm):
     def __init__(self, model: fx.GraphModule, runner: Runner) -> None:
         super().__init__(model)
         self.runner, self.label = runner, "kernels"
-        nodes = (node for node in model.graph.nodes if kernel(node) is not None)
-        self.tensors = {node.name: PRIMITIVE_KINDS[PRIMITIVES[node.target].kind] for node in nodes}
+        self.tensors = {node.name: PRIMITIVE_KINDS[PRIMITIVES[node.target].kind] for node in model.graph.nodes if kernel(node) is not None}
 
     def run(self, inputs: Sequence[Any], selection: Wanted) -> Values:
         if not runs_here(inputs):

@@ -125,9 +125,7 @@ def _value(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return str(value)
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)
 
 
 def _fact_text(value: Any) -> str:

@@ -132,10 +132,6 @@ class Deferred(nn.Module):
         self._become(args if bound is None else dict(bound), "its first batch")
         return self(*args, **kwargs)
 
-    def train(self, mode: bool = True) -> Deferred:
-        self.training = mode
-        return self
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the state_dict of a prepared model, which records its inputs; any other is loaded once the model is prepared."""
         shapes = shapes_of(state_dict)

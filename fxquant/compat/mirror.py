@@ -77,11 +77,9 @@ class Tables:
     ) -> None:  # fmt: skip
         self.package, self.homes, self.aliases, self.partly, self.beside = package, homes, dict(aliases), partly, beside or {}
         self.modules = {path: {row.name: row for row in listed} for path, listed in read_rows(file).items()}
-        for path in list(self.modules):  # the parents of a module are modules as well
-            parts = path.split(".")
-            for end in range(1, len(parts)):
-                self.modules.setdefault(".".join(parts[:end]), {})
-        self.modules.setdefault("", {})
+        for path in [*self.modules, ""]:  # the parents of a module are modules as well
+            for parent in itertools.accumulate(path.split("."), "{}.{}".format):
+                self.modules.setdefault(parent, {})
         self.roots: dict[str, str] = {}  # the aliases that `install` has put into sys.modules
         self.own: dict[str, ModuleType] = {}  # the toolkit's modules under the names that have mirrors
         self.depth = 0  # how many blocks of `aside` are being executed
@@ -236,7 +234,7 @@ class Tables:
 
     def _cover(self) -> None:
         """Put mirrors of the toolkit's roots and loaded modules into sys.modules; the modules that they replace are kept in `own`."""
-        for name in sorted({*self.roots, *[name for name in sys.modules if self._is_alias(name)]}):
+        for name in sorted({*self.roots, *filter(self._is_alias, sys.modules)}):
             path, there = self.path_of(name), sys.modules.get(name)
             if path not in self.modules or isinstance(there, Package):
                 continue

@@ -6,7 +6,7 @@ A variant is data: the integer model is converted again with the changed arithme
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -107,7 +107,7 @@ def _spelt_out(old: FixedArithmetic) -> dict[str, str]:
 
 
 def _plain_floor(old: FixedArithmetic) -> Arithmetic:
-    return PlainFloor(**{**{each.name: getattr(old, each.name) for each in fields(old)}, "roundings": {**_spelt_out(old), LAYER: "floor"}})
+    return PlainFloor(**{**vars(old), "roundings": {**_spelt_out(old), LAYER: "floor"}})
 
 
 def _width(old: FixedArithmetic, changed: Mapping[str, int]) -> Arithmetic:

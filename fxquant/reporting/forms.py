@@ -96,9 +96,7 @@ class OnnxForm(Form):
         if self.tensors[name] in (recording.FLOAT, DYNAMIC):
             return value
         integers = value.to(torch.int64) - self._zero_point(name)
-        if not real or "scale" not in entry:
-            return integers
-        return real_values(integers, described_grid(entry, 0))
+        return real_values(integers, described_grid(entry, 0)) if real and "scale" in entry else integers
 
     def step(self, name: str | None) -> Tensor | None:
         """Return the float value of one step of a tensor, shaped to broadcast; None where it has no scale."""

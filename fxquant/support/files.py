@@ -201,9 +201,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 # copied first. A tensor without memory on the CPU is refused.
 def readable(tensor: Tensor) -> Tensor:
     """Return the tensor itself if its memory holds its values, else a copy whose memory does."""
-    if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
-        return torch.empty_like(tensor).copy_(tensor)
-    return tensor
+    return torch.empty_like(tensor).copy_(tensor) if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor() else tensor
 
 
 def address(tensor: Tensor) -> int:

@@ -97,8 +97,7 @@ class Asked:
         return self._with(operand, replace(self._config(operand), scale=None, threshold=float(threshold)))
 
     def _with(self, operand: str, config: Any) -> Asked:
-        changed: dict[str, Any] = {operand: config}
-        return replace(self, **changed)
+        return replace(self, **{operand: config})
 
     def _config(self, operand: str) -> fxq.ActivationConfig:
         """Return the config of an operand, or the output's; that of int8 without either."""
