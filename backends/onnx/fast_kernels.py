@@ -328,8 +328,7 @@ def _max_pool(w: FastWriter, node: fx.Node, input: fx.Node, kernel: list[int], *
 
 def _beside_convolution(w: FastWriter, value: fx.Node) -> bool:
     """Return whether an image comes from a QLinearConv, directly or through additions and pools."""
-    parts = w.parts_of(value)
-    if parts:
+    if parts := w.parts_of(value):
         return role_of(parts[-1].target) is Role.CONVOLUTION or any(_beside_convolution(w, plain(term.args[0])) for term in parts[:-1])
     return value.target is pool.max_pool and _beside_convolution(w, value.args[0])  # type: ignore[arg-type]
 

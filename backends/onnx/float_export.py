@@ -102,8 +102,7 @@ class FloatRegions:
             return
         for value in filter(is_pick, region.inputs):
             emit_pick(value, emitter, values)
-        plans = self.plans[node]
-        if plans is not None:
+        if (plans := self.plans[node]) is not None:
             self.direct.emit(plans, region.outputs, emitter, values)
             return
         if region.key not in self.exported:
@@ -236,8 +235,7 @@ class FloatRegions:
                 if operand.op == "get_attr" and operand not in environment:
                     environment[operand] = graph.node_copy(operand)
             copied = environment[node] = graph.node_copy(node, environment.__getitem__)
-            other = replacement(node)
-            if other is not None:
+            if (other := replacement(node)) is not None:
                 copied.op, copied.target = "call_function", other
         return [environment[node] for node in region.outputs]
 

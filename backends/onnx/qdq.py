@@ -53,8 +53,7 @@ class QdqWriter(Writer):
                 because = f"%{node.name} is int16, which QuantizeLinear and DequantizeLinear know since opset {INT16_OPSET}"
                 remedy = f"export with opset={INT16_OPSET}, or with io='float'"
                 raise ConfigurationError(f"io='integer' cannot be used with opset={self.opset}", because=because, remedy=remedy)
-        missing = next((name for name in self.lowered if name not in self.operations), None)
-        if missing is not None:
+        if (missing := next((name for name in self.lowered if name not in self.operations), None)) is not None:
             because = f"it does not say which operator %{missing} is the result of"
             remedy = "convert the prepared model again"
             raise ExportError("this integer model cannot be written in style 'qdq'", because=because, remedy=remedy)

@@ -311,8 +311,7 @@ class Writer:
 
     def _integers(self, node: fx.Node) -> Any:
         """Return the shape and dtype of the integers that replace a float input (io="integer"); ExportError if they are not one tensor."""
-        others = [user.name for user in node.users if user.target is not quantize]
-        if others:
+        if others := [user.name for user in node.users if user.target is not quantize]:
             what = f"io='integer' cannot be used: the input {node.name!r} is also read in float"
             because = f"{', '.join('%' + other for other in others)} stays in float"
             remedy = "export with io='float'"
@@ -385,8 +384,7 @@ class Writer:
 
     def _describe(self, node: fx.Node, name: str, kind: str) -> None:
         entry: dict[str, Any] = {"kind": kind}
-        grid = qparams(node)
-        if grid is not None:
+        if (grid := qparams(node)) is not None:
             entry.update(scale=grid.scale, dtype=grid.dtype)
             if grid.axis is not None:
                 entry.update(axis=grid.axis)
@@ -495,8 +493,7 @@ def _given(names: Sequence[str] | None, count: int, what: str) -> list[str] | No
         raise ConfigurationError(f"{what}_names has {len(names)} names", because=f"the model has {count} {what}s", remedy=remedy)
     if "" in names:
         raise ConfigurationError(f"{what}_names has an empty name", because="ONNX takes it for no value at all", remedy=remedy)
-    again = next((name for index, name in enumerate(names) if name in names[:index]), None)
-    if again is not None:
+    if (again := next((name for index, name in enumerate(names) if name in names[:index]), None)) is not None:
         raise ConfigurationError(f"{what}_names has {again!r} more than once", because="each value has a different name", remedy=remedy)
     return list(names)
 

@@ -79,8 +79,7 @@ class Checkpoint:
                 remedy="pass a path that does not exist yet, or the one of an earlier call of this function",
             ) from None
         pairs = [(name, there.get(name, "nothing"), self.call.get(name, "nothing")) for name in {**there, **self.call}]
-        differences = "; ".join(f"{name} is {value}, and {own} here" for name, value, own in pairs if value != own)
-        if differences:
+        if differences := "; ".join(f"{name} is {value}, and {own} here" for name, value, own in pairs if value != own):
             raise ConfigurationError(
                 f"checkpoint={path!r} is of another call",
                 because=f"there {differences}",

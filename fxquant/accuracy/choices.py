@@ -194,8 +194,7 @@ class Choices(Mapping[str, Choice]):
         assert spec is not None
         config: QConfig = spec.config
         output = self._config(operator.output, config.output, dtypes, configs)
-        weight = self._by_name.get(f"{operator.name}.weight")
-        if weight is not None:
+        if (weight := self._by_name.get(f"{operator.name}.weight")) is not None:
             config = replace(config, weight=replace(config.weight, dtype=dtypes.get(weight.name, weight.dtype)))
         inputs = list(self._quantized_for(operator))
         # A float operand without an input config follows the output's config, and must not change with it. An operand that a rule

@@ -210,8 +210,7 @@ def equalize(
         observed = _observed(prepared, labelled, inputs())
         if options.distributed and ranks.count() > 1:
             observed = together(ranks.gathered(observed))
-        chosen = _exponents(prepared, labelled, observed)
-        if chosen is not None:
+        if (chosen := _exponents(prepared, labelled, observed)) is not None:
             _multiply(prepared, *chosen)
     if not count and ranks.count() == 1:
         raise no_batches(num_batches)

@@ -114,8 +114,7 @@ class Observations(Mapping[str, Observed]):
 
         The interval `within` depends on the dtype; observations with another interval are equal if no value reaches an end of either.
         """
-        exact = self._by_places.get(places)
-        if exact is not None:
+        if (exact := self._by_places.get(places)) is not None:
             return exact
         everywhere = [replace(place, within=EVERYTHING) for place in places]
         for others, entry in self._by_places.items():

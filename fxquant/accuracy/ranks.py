@@ -76,8 +76,7 @@ def merge(observers: Mapping[str, Observer], batches: int | None) -> int:
     every: list[tuple[int | None, Seen]] = gathered((batches, own))
     if batches is None:
         return 0
-    failed = [rank for rank, (number, _) in enumerate(every) if number is None]
-    if failed:
+    if failed := [rank for rank, (number, _) in enumerate(every) if number is None]:
         raise CalibrationError(
             f"the calibration of rank {', '.join(map(str, failed))} failed",
             because="scales come from what all ranks have observed together",

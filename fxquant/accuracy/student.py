@@ -131,8 +131,7 @@ class Student:
                 optimizer.param_groups[1]["lr"] = min(SCALE_REACH / steps, LARGEST_STEP) * (1 + math.cos(math.pi * step / steps)) / 2
             index = int(torch.randint(len(self.lesson.samples.learning), (), generator=self.generator, device="cpu"))
             loss = self._loss(self.lesson.samples.learning[index]) / unit
-            sharpness = _sharpness(step / steps)
-            if sharpness is not None:
+            if (sharpness := _sharpness(step / steps)) is not None:
                 penalties = [(1 - (2 * choice.share() - 1).abs().pow(sharpness)).sum() for choice in self.choices.values()]
                 loss = loss + PENALTY / size * torch.stack(penalties).sum()
             for parameter, gradient in zip(learned, torch.autograd.grad(loss, learned, allow_unused=True), strict=True):

@@ -459,8 +459,7 @@ def _of_chunk(
             if node in nodes and isinstance(result, Tensor):
                 result = result if result.requires_grad else result.detach().requires_grad_()
                 values[node] = result
-                terms = _held(prepared, node, values)
-                if terms is not None:
+                if (terms := _held(prepared, node, values)) is not None:
                     sums[node] = (result, *terms)
             values[node] = result
         outputs = [y for y in real_outputs(fx.map_arg(prepared.graph.output_node().args, values.__getitem__)) if y.requires_grad]

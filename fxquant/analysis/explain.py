@@ -221,14 +221,12 @@ class Limits:
         if same is not None:
             site = replace(site, operator=BY_NAME[same[0]], arguments={"input": site.arguments["input"], **same[1]})
         mine = self.special.get(site.operator.name, [])
-        absent = [limit for limit in mine if limit.measure is None]
-        if absent:
+        if absent := [limit for limit in mine if limit.measure is None]:
             return [Breach(limit, (), f"{self.target.name} has no {site.operator.name}") for limit in absent]
         breaches = []
         for limit in (*self.general, *mine):
             assert limit.measure is not None
-            offending = limit.broken_by(MEASURES[limit.measure](site))
-            if offending:
+            if offending := limit.broken_by(MEASURES[limit.measure](site)):
                 values = " and ".join(map(str, offending))
                 breaches.append(Breach(limit, offending, f"its {limit.measure} is {values}; {self.target.name} allows {limit}"))
         return breaches

@@ -127,8 +127,7 @@ def layers(model: fx.GraphModule) -> tuple[Layer, ...]:
     for node in model.graph.nodes:
         primitive = primitive_of(node)
         if primitive is not None and is_inner(node):
-            grid = grid_of(model, node)
-            if grid is not None:
+            if (grid := grid_of(model, node)) is not None:
                 inside.setdefault(origin(node), []).append(Intermediate(node.name, primitive.name, grid))
         elif facts.annotation(node) is not None or facts.computes_tensor(node):
             all_layers.append(_layer(model, node, nodes, device, tuple(inside.pop(node.name, ()))))
@@ -148,8 +147,7 @@ def _layer(
     macs, weight_bytes, activation_bytes = cost_of(model, node, nodes, dtype)
     tensor = result if isinstance(result, TensorFact) else None
     reason = "" if spec is None else spec.because
-    module = quantized_operator(model, node)
-    if module is not None:
+    if (module := quantized_operator(model, node)) is not None:
         changed = ("" if module.factors is None else module.factors.description, module.weight_quantizer.description)
         reason = "; ".join(text for text in (reason, *changed) if text)
     at_boundary = is_quantize(model, node) or is_dequantize(model, node)

@@ -153,11 +153,9 @@ class GraphForm(Form):
 
     def _kind(self, node: fx.Node) -> str | None:
         """Return the kind of a node's tensor; None for an input, a parameter, or a value that is not a tensor."""
-        primitive = primitive_of(node)
-        if primitive is not None:
+        if (primitive := primitive_of(node)) is not None:
             return PRIMITIVE_KINDS[primitive.kind]
-        module = quantized_operator(self.model, node)
-        if module is not None:
+        if (module := quantized_operator(self.model, node)) is not None:
             return DYNAMIC if Trait.DYNAMIC in module.operator.traits else QUANTIZED
         return FLOAT if computes_tensor(node) else None
 

@@ -56,8 +56,7 @@ def samples_from(path: Path, model: nn.Module) -> Named:
     """
     required = arguments_of(model)
     arrays = named(arrays_from(path), required)
-    missing = [name for name in required if name not in arrays]
-    if missing:
+    if missing := [name for name in required if name not in arrays]:
         because = f"forward takes {', '.join(required)}, and the data holds {', '.join(arrays) or 'nothing'}"
         remedy = "name the arrays like forward's arguments"
         raise ConfigurationError(f"{path} has no array for {', '.join(missing)}", because=because, remedy=remedy)

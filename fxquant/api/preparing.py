@@ -113,8 +113,7 @@ def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
 def _rules(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
     """Return the mapping for an argument `qconfig`, and log its rules."""
     mapping = as_mapping(qconfig)
-    rules = ", ".join(str(rule) for rule, _ in mapping.rules())
-    if rules:
+    if rules := ", ".join(str(rule) for rule, _ in mapping.rules()):
         logger.info("rules of the qconfig: %s", rules)
     return mapping
 
@@ -132,8 +131,7 @@ def _prepare(traced: fx.GraphModule, context: Context, passes: Sequence[Pass], u
     if not run(prepared, passes, replace(context, attached=attached), dial, until):
         prepared_layers = layers(prepared)
         logger.info("%s", summary(prepared_layers))
-        broken = sum(1 for _ in broken_limits(prepared, prepared_layers, target))
-        if broken:
+        if broken := sum(1 for _ in broken_limits(prepared, prepared_layers, target)):
             logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
         if told := _apart_in_training(prepared):  # where somebody trains
             prepared.meta["lost_gradients"] = [*prepared.meta.get("lost_gradients", ()), *told]

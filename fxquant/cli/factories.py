@@ -134,8 +134,7 @@ def _attribute(value: Any, path: str, name: str) -> Any:
 def _made(factory: Any, name: str, settings: Mapping[str, Any]) -> nn.Module:
     if not callable(factory):
         raise ConfigurationError(f"{name} is not a factory", because=f"it is a {type(factory).__name__}", remedy=REMEDY)
-    required = [each for each in _required(factory) if each not in settings]
-    if required:
+    if required := [each for each in _required(factory) if each not in settings]:
         remedy = f"write {name}?{required[0]}=VALUE, or name a function that passes them"
         raise ConfigurationError(f"{name} cannot be called without arguments", because=f"it requires {', '.join(required)}", remedy=remedy)
     with _of_user(f"{name} does not make a model", "call it in Python, and mend what it raises"):

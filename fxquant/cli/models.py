@@ -115,8 +115,7 @@ def _conformance(options: argparse.Namespace) -> int:
     import fxquant as fxq
 
     if options.target is None:
-        unused = [name for name in ("dtype", "operators") if getattr(options, name) is not None]
-        if unused:
+        if unused := [name for name in ("dtype", "operators") if getattr(options, name) is not None]:
             because = "the kit was written for its operators and dtypes"
             raise ConfigurationError(f"--{unused[0]} means nothing here", because=because, remedy="leave it out")
         folder = options.results if options.simulate is None else fxq.board.simulate_conformance(options.kit, options.simulate)

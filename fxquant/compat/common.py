@@ -204,8 +204,7 @@ def run_program(called: str, install: Callable[[bool], None], arguments: Sequenc
         if os.environ.get("FXQUANT_DEBUG") not in (None, "", "0"):
             raise
         print(error, file=sys.stderr)
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(program)]
-        if own:
+        if own := [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(program)]:
             print(f"  program  {program}:{own[-1].lineno}: {own[-1].line}", file=sys.stderr)
         return 1
     return 0

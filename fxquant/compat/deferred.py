@@ -134,8 +134,7 @@ class Deferred(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the state_dict of a prepared model, which records its inputs; any other is loaded once the model is prepared."""
-        shapes = shapes_of(state_dict)
-        if shapes is not None:
+        if (shapes := shapes_of(state_dict)) is not None:
             self._become(shapes, "the model whose state_dict is loaded")
             return self.load_state_dict(state_dict, strict)
         self.later(functools.partial(nn.Module.load_state_dict, state_dict=state_dict, strict=strict))
@@ -256,8 +255,7 @@ def _take_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
         layer, rest = key.removeprefix(prefix).split(FUSED, 1)
         if layer in norms:
             state_dict[f"{prefix}{norms[layer]}.{rest}"] = state_dict.pop(key)
-    folded = _folded(module, [key.removeprefix(prefix) for key in state_dict if key.endswith(".running_mean")])
-    if folded:
+    if folded := _folded(module, [key.removeprefix(prefix) for key in state_dict if key.endswith(".running_mean")]):
         raise refused("load_state_dict.norms", known=", ".join(folded[:8]))
     own = dict(module.named_parameters())
     unlike = {key: own[key.removeprefix(prefix)].shape for key in state_dict if key.removeprefix(prefix) in own}

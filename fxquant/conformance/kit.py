@@ -320,8 +320,7 @@ def _made(place: Path, rows: Sequence[Row], march: str, dtype: str, how: str, nu
         reasons.setdefault(int(words[1]), error.because)
     if reasons:
         yield from (Refusal(rows[index].name, dtype, how, reason) for index, reason in sorted(reasons.items()))
-        remaining = [row for index, row in enumerate(rows) if index not in reasons]
-        if remaining:
+        if remaining := [row for index, row in enumerate(rows) if index not in reasons]:
             yield from _made(place, remaining, march, dtype, how, number)
         return
     try:

@@ -114,8 +114,7 @@ class Conformance(Rows[ProbeResult]):
         lines = [f"{verdict}: {numbers}; {differing:,} of {elements:,} elements differ"]
         fits = Counter(name for row in self.items for name in row.fits)
         lines.extend(f"  fits {count} of {counted[DIFFERS]} operators that differ: {name}" for name, count in fits.most_common(FITS_SHOWN))
-        unexplained = [row.operator for row in self.items if row.result == DIFFERS and not row.fits]
-        if unexplained:
+        if unexplained := [row.operator for row in self.items if row.result == DIFFERS and not row.fits]:
             lines.append(f"  no known variant fits: {', '.join(unexplained)}")
         return "\n".join(lines)
 

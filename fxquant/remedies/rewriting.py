@@ -98,8 +98,7 @@ class Rewriting(Builder):
         """Append a call as `Builder` does, `batch_norm`, `residual` and `clamp` fused; `dtype` is its result's, by default the whole's."""
         call: fx.Node = super().__call__(function, *args, demand=demand, **kwargs)
         call.kwargs = {name: value for name in FUSED if (value := kwargs.pop(name, None)) is not None}
-        outer = facts.part(self.node)
-        if outer is not None:
+        if (outer := facts.part(self.node)) is not None:
             facts.set_part(call, Part(outer.composite, f"{outer.role}: {facts.part(call)}"))
         source = facts.annotation(call.args[0][0] if isinstance(call.args[0], list | tuple) else call.args[0])  # type: ignore[arg-type]
         chosen = source.dtype if shares(call) and source is not None and source.dtype is not None else dtype or self.dtype

@@ -136,8 +136,7 @@ def gain_of(total: float, effect: float, remaining: float) -> float:
 def _no_numbers(tensors: Iterable[Judged]) -> Iterator[Advice]:
     """Yield the first tensor with NaN in it; later ones get theirs from it."""
     for tensor in tensors:
-        count = tensor.statistics.not_a_number
-        if count:
+        if count := tensor.statistics.not_a_number:
             cause = f"{count} of its {tensor.statistics.elements} values are NaN, in the reference itself"
             cure = "inspect the operands of this layer (of its division, logarithm or root): fxq.inspect.record(model, batches, [name])"
             yield Advice(tensor.name, "no_numbers", cause, cure, math.inf, math.inf, tensor.facts.source)

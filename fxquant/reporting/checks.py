@@ -142,8 +142,7 @@ def suspicious_settings(prepared: fx.GraphModule) -> Rows[Setting]:
     nodes = {node.name: node for node in prepared.graph.nodes}
     ends: dict[str, float] = {}  # of the grids
     for layer in layers(prepared):
-        steps = Steps.of(layer.grid)
-        if steps is not None:
+        if (steps := Steps.of(layer.grid)) is not None:
             ends[layer.name] = max(steps.high, -steps.low) * steps.scale
         node = nodes[layer.name]
         settings += _of_layer(prepared, node, layer.name)

@@ -215,8 +215,7 @@ def _different(what: str, a: Mapping[str, Any], b: Mapping[str, Any], paths: tup
         yield f"{len(rows)} of {shared} {what}s differ"
         yield from rows
     for path, mine, others in ((paths[0], a, b), (paths[1], b, a)):
-        alone = [name for name in mine if name not in others]
-        if alone:
+        if alone := [name for name in mine if name not in others]:
             yield f"{what}s only in {path}: {', '.join(alone)}"
 
 

@@ -124,10 +124,8 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None) -> Obser
     journal = Checkpoint(work.options.checkpoint, call_of(work.prepared, Samples(work.samples), **call), work.options.distributed)
     reference = reference_of(work.prepared, work.samples)
 
-    def tried(choice: Choice) -> dict[str, Any]:
-        return asdict(_trial(reference, choice, served))
-
-    results = journal.gather({choice.name: partial(tried, choice) for choice in tensors}, "observers", work.show)
+    tasks = {choice.name: partial(_trial, reference, choice, served) for choice in tensors}
+    results = journal.gather(tasks, "observers", work.show)
     trials = [ObserverTrial(**results[choice.name]) for choice in tensors]
     configs = {trial.name: configs[trial.chosen] for trial in trials if trial.chosen != trial.before}
     mappings = {"as given": work.base}
@@ -151,8 +149,8 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None) -> Obser
     return ObserverSearch(mappings[chosen], together(chosen), tuple(trials), measured, scores, chosen, left_out)
 
 
-def _trial(reference: FloatOutputs, choice: Choice, observers: Mapping[str, Any]) -> ObserverTrial:
-    """Measure the noise of each observer for one tensor; observers with the same grid are measured once."""
+def _trial(reference: FloatOutputs, choice: Choice, observers: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure the noise of each observer for one tensor, an ObserverTrial as a dict; observers with the same grid are measured once."""
     quantizer = choice.operators[0].output
     before = label(quantizer.observer)
     measurements: dict[tuple[float, int], Noise] = {}
@@ -170,7 +168,7 @@ def _trial(reference: FloatOutputs, choice: Choice, observers: Mapping[str, Any]
         noise[name] = measurements[key]
     if before not in noise:
         noise[before] = measured(quantizer.grid)
-    return ObserverTrial(choice.name, {name: each.pooled for name, each in noise.items()}, before, best_of(noise, before))
+    return asdict(ObserverTrial(choice.name, {name: each.pooled for name, each in noise.items()}, before, best_of(noise, before)))
 
 
 _TELLING: Mapping[Any, str] = {kinds.PercentileObserver: "percentile", kinds.LpObserver: "p", kinds.ClipStdObserver: "deviations"}

@@ -166,8 +166,7 @@ def set_fake_quantize(model: nn.Module, fake_quant_state: FakeQuantState) -> Non
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) and isinstance(inner, nn.Module):
         model = inner
     state: State = fake_quant_state.value
-    operators = list(quantized_operators(model).values())
-    if operators:
+    if operators := list(quantized_operators(model).values()):
         enter(model, operators, state)
         return
     whole = next((each for each in PREPARED if any(module is model for module in each.modules())), None)
