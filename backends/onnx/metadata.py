@@ -150,7 +150,11 @@ def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
             f"fxquant.provenance of {name!r} is not an object of names and exponents",
         )
     for name in ("session_options", "session_options_without_vnni"):
-        check_session_options(entries.get(name, {}), f"fxquant.{name}")
+        options: Any = entries.get(name, {})
+        _require(isinstance(options, dict), f"fxquant.{name} is not an object")
+        for option, value in options.items():
+            wrong = f"fxquant.{name} asks for {option!r} = {value!r}, which fxquant never writes"
+            _require(value in SESSION_OPTIONS.get(option, ()), wrong)
     for name in ("relies_on_vnni", "relies_on_float64"):
         _require(isinstance(entries.get(name, False), bool), f"fxquant.{name} is neither true nor false")
 
@@ -183,14 +187,6 @@ def _check_tensor(name: str, entry: object) -> None:
         storage, zero = entry.get("storage"), entry.get("zero_point")
         _require(storage in STORAGES, f"the storage of {name!r} is {storage!r}, not one of {', '.join(STORAGES)}")
         _require(isinstance(zero, int) and not isinstance(zero, bool), f"the zero point of {name!r} is {zero!r}, not an integer")
-
-
-def check_session_options(options: object, what: str) -> None:
-    """Check the session options that a file asks onnxruntime for. Raises Unusable for an option that fxquant never writes."""
-    _require(isinstance(options, dict), f"{what} is not an object")
-    assert isinstance(options, dict)
-    for name, value in options.items():
-        _require(value in SESSION_OPTIONS.get(name, ()), f"{what} asks for {name!r} = {value!r}, which fxquant never writes")
 
 
 def read_model(path: Path) -> onnx.ModelProto:

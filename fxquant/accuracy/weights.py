@@ -113,7 +113,7 @@ def _bits(run: Run) -> int:
 
 def has_work(run: Run) -> bool:
     """Return whether the model has weights that this step rounds."""
-    return is_wanted(run.prepared, _bits(run))
+    return any(_is_open(operator, _bits(run), (Nearest,)) for operator in quantized_operators(run.prepared).values())
 
 
 def find(run: Run) -> Rounded:
@@ -133,11 +133,6 @@ def remedies(prepared: fx.GraphModule) -> Iterator[tuple[str, bool]]:
     yield "by samples, all weights", True
     if any(isinstance(each.weight_quantizer.rounding, AdaptiveRounding) for each in quantized_operators(prepared).values()):
         yield "to the nearest", False
-
-
-def is_wanted(prepared: fx.GraphModule, bits: int) -> bool:
-    """Return whether the model has a weight of at most `bits` bits that is rounded to the nearest."""
-    return any(_is_open(operator, bits, (Nearest,)) for operator in quantized_operators(prepared).values())
 
 
 def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress: bool | None, several: bool) -> Rounded:

@@ -201,11 +201,10 @@ class KernelForm(GraphForm):
     def run(self, inputs: Sequence[Any], selection: Wanted) -> Values:
         if not runs_here(inputs):
             return Values()
-        with torch.no_grad():
-            with same_draws():
-                program = self.runner.program(self.model, inputs)
-            with same_draws():
-                computed, result = program.values(inputs)
+        with torch.no_grad(), same_draws():
+            program = self.runner.program(self.model, inputs)
+        with torch.no_grad(), same_draws():
+            computed, result = program.values(inputs)
         values = {name: computed[name] for name in selection.among(self.tensors) if name in computed}
         return values | (outputs(result) if OUTPUTS in selection.kinds else {})
 

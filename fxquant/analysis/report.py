@@ -69,9 +69,8 @@ class Report:
         return self.mismatches == 0 and self.elements > 0
 
     def __str__(self) -> str:
-        verdict = "equal" if self else "NOT equal"
         counted = f"{self.mismatches} mismatching elements of {self.elements} in {self.tensors} tensors"
-        lines = [f"{verdict}: {counted} ({'; '.join(self.pairs)})"]
+        lines = [f"{'equal' if self else 'NOT equal'}: {counted} ({'; '.join(self.pairs)})"]
         if self.flips:
             lines.append(f"{self.flips} elements flipped after float operators, which runtimes round differently")
         lines.extend(f"  {difference}" for difference in self.floats.values() if difference.differing)

@@ -18,7 +18,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.api.files import check_horizon
+from fxquant import backends
+from fxquant.backends.horizon.export import check_march
 from fxquant.cli.factories import dynamic_shapes, model_named
 from fxquant.cli.photographs import samples_of
 from fxquant.errors import ConfigurationError
@@ -97,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
     """Quantize the model that the options name; print the outcome and return the exit status."""
     out = _folder(options)
     if options.horizon:
-        check_horizon(options.target)
+        check_march(backends.get(options.target))
     mapping = None if options.qconfig is None else fxq.load_qconfig(options.qconfig)
     model = model_named(options.model)
     samples = samples_of(options, model)

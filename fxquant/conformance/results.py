@@ -109,9 +109,8 @@ class Conformance(Rows[ProbeResult]):
         """Return the number of equal operators, and a summary of the others, in lines."""
         counted = Counter(row.result for row in self.items)
         elements, differing = (sum(getattr(row, name) for row in self.items) for name in ("elements", "differing"))
-        verdict = EQUAL if self else "NOT equal"
         numbers = ", ".join(f"{counted[name]} {name}" for name in (EQUAL, DIFFERS, NOT_RUN, PROCESSOR, REFUSED) if counted[name])
-        lines = [f"{verdict}: {numbers}; {differing:,} of {elements:,} elements differ"]
+        lines = [f"{EQUAL if self else 'NOT equal'}: {numbers}; {differing:,} of {elements:,} elements differ"]
         fits = Counter(name for row in self.items for name in row.fits)
         lines.extend(f"  fits {count} of {counted[DIFFERS]} operators that differ: {name}" for name, count in fits.most_common(FITS_SHOWN))
         if unexplained := [row.operator for row in self.items if row.result == DIFFERS and not row.fits]:
@@ -232,12 +231,6 @@ def _operator(ran: Ran) -> tuple[str, str]:
     return ran.program.cases[ran.index].operator, ran.program.dtype
 
 
-def fits_of(operator: tuple[str, str], ran: Sequence[Ran]) -> list[str]:
-    """Return the variants that fit all outputs of an operator."""
-    each = [one.fits for one in ran if _operator(one) == operator]
-    return sorted(set.intersection(*each)) if each else []
-
-
 def _try(kit: Kit, ran: Sequence[Ran], operators: set[tuple[str, str]], variants: Sequence[Variant], show: bool | None) -> None:
     """Add the variants that fit to outputs of these operators."""
     programs = {each.program.name: each.program for each in ran if _operator(each) in operators}
@@ -281,7 +274,7 @@ def _row(
     runs = [ran[program.name, index] for program, index in on_bpu if (program.name, index) in ran]
     missing = [f"{program.name}: {notes[program.name]}" for program, index in on_bpu if (program.name, index) not in ran]
     differing = sum(each.differing for each in runs)
-    fits = sorted(fits_of((operator, dtype), runs), key=lambda name: name != SIMULATOR) if differing else []
+    fits = sorted(set.intersection(*(each.fits for each in runs)), key=lambda name: (name != SIMULATOR, name)) if differing else []
     result = DIFFERS if differing else NOT_RUN if missing else EQUAL
     elements, largest = sum(each.expected.size for each in runs), max((each.largest for each in runs), default=0)
     return ProbeResult(operator, dtype, result, elements, differing, largest, tuple(fits), "; ".join([*missing, *refused]))

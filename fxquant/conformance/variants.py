@@ -95,7 +95,10 @@ def _roundings() -> Iterator[Variant]:
     for rounding, how in ROUNDINGS.items():
         if rounding != "floor":
             yield Variant(f"everything: {how}", partial(_rounding, changed={kind: rounding for kind in KINDS}))
-    yield Variant("layers: rounded down, without half a step in the bias", _plain_floor)
+    yield Variant(
+        "layers: rounded down, without half a step in the bias",
+        lambda old: PlainFloor(**{**vars(old), "roundings": {**_spelt_out(old), LAYER: "floor"}}),
+    )
 
 
 def _rounding(old: FixedArithmetic, changed: Mapping[str, str]) -> Arithmetic:
@@ -104,10 +107,6 @@ def _rounding(old: FixedArithmetic, changed: Mapping[str, str]) -> Arithmetic:
 
 def _spelt_out(old: FixedArithmetic) -> dict[str, str]:
     return {kind: old.roundings.get(kind, old.final_rounding) for kind in KINDS}
-
-
-def _plain_floor(old: FixedArithmetic) -> Arithmetic:
-    return PlainFloor(**{**vars(old), "roundings": {**_spelt_out(old), LAYER: "floor"}})
 
 
 def _width(old: FixedArithmetic, changed: Mapping[str, int]) -> Arithmetic:

@@ -54,9 +54,8 @@ class Verdict:
         thresholds = f"good from {GOOD:.0f} dB on, visible from {VISIBLE:.0f} dB on, poor below"
         lines = [f"the outputs are {self.grade}: {self.output} is {reached} ({thresholds})", *self.causes]
         if self.causes:
-            order = ", ".join(TRIED)
             first = f"; {' and '.join(self.tries)} fit these causes" if self.tries else ""
-            lines.append(f"fxq.tune(model, batches) tries {order}, and keeps what helps{first}")
+            lines.append(f"fxq.tune(model, batches) tries {', '.join(TRIED)}, and keeps what helps{first}")
         return tuple(lines)
 
     def __str__(self) -> str:

@@ -45,19 +45,14 @@ OPT = Kind(
 HBM = Kind("the path of a .hbm or .bin file to write", FILE.take)
 
 
-def require_march(model: fx.GraphModule, march: str | None, called: str) -> None:
-    """Raise ConfigurationError for a march other than the model's; None is any."""
-    own = model.meta["target"]
-    if march is not None and backends.get(march).march != own.march:
-        raise refused("march of a model", called=called, march=march, name=own.name)
-
-
 def _folder(
     module: Any, folder: Path, march: str | None, name: str | None, opt: str, called: str, camera: str | None = None
 ) -> tuple[fx.GraphModule, Path]:  # fmt: skip
     """Return the integer model, and its folder for the compiler. Raises ConfigurationError for a march other than the model's."""
     integer = integer_of(module, called)
-    require_march(integer, march or get_march(), called)
+    asked, own = march or get_march(), integer.meta["target"]
+    if asked is not None and backends.get(asked).march != own.march:
+        raise refused("march of a model", called=called, march=asked, name=own.name)
     options = fxq.board.HorizonOptions(optimize_level=LEVELS.get(opt, opt), compile_mode=OPTIMIZE.get(opt, "latency"))
     return integer, fxq.board.export_horizon(integer, folder, name or "model", camera=camera, options=options)
 
