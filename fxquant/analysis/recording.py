@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,11 +30,13 @@ from fxquant.prepared.stage import grid_of, is_dequantize, is_dynamic, is_quanti
 from fxquant.prepared.undo import Having
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.spec import State
+from fxquant.support import seeded
 
 QUANTIZED, DYNAMIC, ACCUMULATORS, FLOAT, OUTPUTS = "quantized", "dynamic", "accumulators", "float", "outputs"
 KINDS = (QUANTIZED, DYNAMIC, ACCUMULATORS, FLOAT, OUTPUTS)
 Values = dict[str, Tensor]  # by name, in the order they are computed; the outputs, "output 0", …, come last
 
+SEED = 0  # of what models draw: all forms of one draw the same
 # What a state is recorded as: the same numbers, and nothing observes, and no statistics move.
 STILL = {State.CALIBRATE: State.FLOAT, State.TRAIN: State.VALIDATE}
 PRIMITIVE_KINDS = {"quantized": QUANTIZED, "plain": QUANTIZED, "accumulator": ACCUMULATORS, "float": FLOAT, "dynamic": DYNAMIC}
@@ -170,7 +171,7 @@ class GraphForm(Form):
                 values.setdefault(node.name, []).append(value)
             return result
 
-        with torch.no_grad(), still(self.model, self.state), same_draws():
+        with torch.no_grad(), still(self.model, self.state), seeded(SEED):
             result = Seen(self.model, take).run(*inputs)
         joined = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in values.items()}  # of a loop, all steps
         return joined | (outputs(result) if OUTPUTS in selection.kinds else {})
@@ -201,9 +202,9 @@ class KernelForm(GraphForm):
     def run(self, inputs: Sequence[Any], selection: Wanted) -> Values:
         if not runs_here(inputs):
             return Values()
-        with torch.no_grad(), same_draws():
+        with torch.no_grad(), seeded(SEED):
             program = self.runner.program(self.model, inputs)
-        with torch.no_grad(), same_draws():
+        with torch.no_grad(), seeded(SEED):
             computed, result = program.values(inputs)
         values = {name: computed[name] for name in selection.among(self.tensors) if name in computed}
         return values | (outputs(result) if OUTPUTS in selection.kinds else {})
@@ -240,14 +241,6 @@ def still(model: fx.GraphModule, state: State | None) -> Having:
     states = [(operator, {"state": STILL.get(state or operator.state, state or operator.state)}) for operator in operators]
     # float operators on the host may depend on the flag
     return Having([*states, *((module, {"training": False}) for module in model.modules() if module.training)])
-
-
-@contextmanager
-def same_draws() -> Iterator[None]:
-    """Inside, random numbers come from one seed: all forms of a model that draws them draw the same. The generator stays as it is."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        yield
 
 
 def real_values(value: Tensor, grid: QParams) -> Tensor:

@@ -51,7 +51,7 @@ def timed(step: str) -> Iterator[None]:
 def seeded(seed: int) -> Iterator[None]:
     """Inside, PyTorch's global CPU generator starts from `seed`; afterwards it has its former state."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         yield
 
 
