@@ -336,7 +336,8 @@ def _gather(x: Any, indices: Any, axis: int = 0) -> Any:
     x = as_tensor(x)
     if isinstance(indices, int):
         return x.select(axis, indices)
-    indices = as_tensor(indices, x)
+    negative = isinstance(indices, tuple) and any(index < 0 for index in indices)
+    indices = as_tensor([index % x.shape[axis] for index in indices] if negative else indices, x)
     if isinstance(x, torch.nn.Parameter) and x.dim() == 2 and axis == 0:
         return F.embedding(indices, x)
     return torch.index_select(x, axis, indices) if indices.dim() == 1 else x[(slice(None),) * (axis % x.dim()) + (indices,)]

@@ -59,7 +59,7 @@ CASES: list[tuple[Any, ...]] = [
     ("Reshape", (X, [0, -1])), ("Transpose", (X,), {"perm": [0, 2, 3, 1]}), ("Flatten", (X,), {"axis": 2}), ("Squeeze", ("f:2,1,3", [1])),
     ("Unsqueeze", (X, [0, -1])), ("Unsqueeze", (X,), {"axes": [1]}, 11), ("Concat", (X, "c:2,1,6,6"), {"axis": 1}),
     ("Split", (X, [1, 3]), {"axis": 1}), ("Slice", (X, [1, 0], [4, -1], [2, 3], [2, 1])), ("Slice", (X, [-1], [-(2**63)], [3], [-1])),
-    ("Gather", (X, 1), {"axis": 2}), ("Gather", (X, [0, 2]), {"axis": 1}), ("Gather", ("c:5,3", "i:2,4")), ("GatherND", (X, "i:3,2")),
+    ("Gather", (X, 1), {"axis": 2}), ("Gather", (X, [0, -1]), {"axis": 1}), ("Gather", ("c:5,3", "i:2,4")), ("GatherND", (X, "i:3,2")),
     ("GatherElements", (LINE, "i:2,4,6"), {"axis": 2}), ("ScatterElements", (LINE, "i:2,4,1", "f:2,4,1"), {"axis": 2}),
     ("Expand", ("f:2,1,3", [2, 4, 3])), ("Tile", (LINE, [1, 2, 1])), ("Trilu", (LINE,), {"upper": 0}), ("CumSum", (LINE, 1)),
     ("DepthToSpace", (X,), {"blocksize": 2, "mode": "CRD"}), ("DepthToSpace", (X,), {"blocksize": 2}),
