@@ -163,8 +163,8 @@ def _is_on(operand: fx.Node, asked: ActivationConfig) -> bool:
     operand_spec = annotation(operand)
     if operand_spec is None or operand_spec.dtype is None or operand_spec.dtype in PLAIN_TYPES or operand_spec.dtype == "int32":
         return True
-    given = asked.fixed_grid
-    return operand_spec.dtype == asked.dtype and (given is None or result_config(operand).fixed_grid == given)
+    grid = asked.fixed_grid
+    return operand_spec.dtype == asked.dtype and (grid is None or result_config(operand).fixed_grid == grid)
 
 
 def _made(node: fx.Node, operand: fx.Node, spec: Annotation) -> fx.Node:

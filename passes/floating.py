@@ -220,7 +220,10 @@ def _passes_on(node: fx.Node) -> bool:
 
 
 def leading_to(gm: fx.GraphModule, ends: Ends, among: Callable[[fx.Node], bool] = _passes_on) -> set[fx.Node]:
-    """Return the nodes `among` these, of the table without sums of products, all of whose readers are ends or lead to ends."""
+    """Return the nodes for which `among` is true, and all of whose readers are ends or lead to ends.
+
+    By default they are those of the table without sums of products.
+    """
     nodes: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
         if node.users and among(node) and all(reader in nodes or ends(reader, node) for reader in node.users):

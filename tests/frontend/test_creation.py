@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.frontend import fake
 from fxquant.frontend.values import Value
-from fxquant.ir.graph import BATCH_SIZES, BatchDim, fact
+from fxquant.ir.graph import BatchDim, fact
 from tests.shared import contract
 from tests.shared.contract import compiled
 from tests.shared.networks import members
@@ -143,11 +143,6 @@ def test_a_layer_of_another_size_is_refused_as_before(layer: nn.Module) -> None:
 )
 def test_a_size_prints_as_what_it_is_for_a_batch_of_b(size: BatchDim, text: str) -> None:
     assert str(size) == text
-
-
-def test_two_sizes_determine_how_one_grows_with_the_batch() -> None:
-    assert BatchDim.between(7, 7) == 7
-    assert BatchDim.between(2 * BATCH_SIZES[0] + 1, 2 * BATCH_SIZES[1] + 1) == BatchDim(Fraction(2), Fraction(1))
 
 
 def test_a_size_that_is_not_whole_is_an_error() -> None:

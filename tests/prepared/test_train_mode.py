@@ -52,8 +52,7 @@ def batch() -> Tensor:
 
 
 def calibrated(model: nn.Module, x: Tensor) -> fx.GraphModule:
-    prepared = to_train(fxq.calibrate(fxq.prepare(model, x), [x]))
-    return prepared
+    return to_train(fxq.calibrate(fxq.prepare(model, x), [x]))
 
 
 @pytest.fixture(scope="module")
