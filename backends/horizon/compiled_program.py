@@ -285,8 +285,7 @@ class SimulatedForm(Form):
             return {}
         integers = Values()
         for name, place in places.items():
-            expected = graph.get(place.node)
-            if expected is not None and expected.numel() == values[name].numel():
+            if (expected := graph.get(place.node)) is not None and expected.numel() == values[name].numel():
                 turned = expected.dim() == 4 and (place.channels_last or values[name].shape != expected.shape)
                 integers[place.node] = _in_order(values[name].to(torch.int64), expected, turned)
         return integers

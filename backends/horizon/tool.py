@@ -219,8 +219,7 @@ def _steps(running: Running) -> Iterator[int]:
     """Yield one item for each step of the compiler that has begun."""
     last = -1
     for line in running:
-        step = step_of(line)
-        if step is not None and step > last:
+        if (step := step_of(line)) is not None and step > last:
             yield from range(last + 1, step + 1)
             last = step
 

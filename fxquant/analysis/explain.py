@@ -334,8 +334,7 @@ def refused(integer: fx.GraphModule) -> Iterator[tuple[fx.Node, Breach]]:
     """Yield the nodes of an integer graph that the vendor's compiler refuses, each with the limit that it breaks."""
     limits, nodes = Limits(integer.meta["target"], always=True), {node.name: node for node in integer.graph.nodes}
     for node in integer.graph.nodes:
-        lowered = operation(node)
-        if lowered is not None and lowered.name in limits.special:
+        if (lowered := operation(node)) is not None and lowered.name in limits.special:
             operator, arguments = lowered_from(lowered, nodes)
             assert operator is not None
             yield from ((node, breach) for breach in limits.broken(Site(node, operator, arguments)))

@@ -364,7 +364,6 @@ def _weight(operators: dict[str, QuantizedOperator], path: str, scale: Tensor) -
     """Set the weight scale of a module's layer if it is learned; return None if the module does not exist."""
     layers = [operator for operator in operators.values() if operator.path == path and operator.operator is not QUANTIZE]
     for operator in layers:
-        learned = operator.weight_quantizer.learned
-        if learned is not None and learned.base_scale.numel() == scale.numel():
+        if (learned := operator.weight_quantizer.learned) is not None and learned.base_scale.numel() == scale.numel():
             learned.assign(scale.reshape(learned.base_scale.shape).float())
     return set() if layers else None

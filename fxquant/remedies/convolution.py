@@ -149,8 +149,7 @@ def _before_flatten(operand: fx.Node) -> fx.Node | None:
 
 def _as_image(b: Rewriting, rows: fx.Node) -> fx.Node | None:
     """Reshape (…, F) to (N, F, …) with two dimensions after the features."""
-    image = _before_flatten(rows)
-    if image is not None and shape_of(image)[2:] == (1, 1):
+    if (image := _before_flatten(rows)) is not None and shape_of(image)[2:] == (1, 1):
         return image
     rank = len(shape_of(rows))
     if not 2 <= rank <= 4:

@@ -92,8 +92,7 @@ class Pairing:
             self.forms.append(inner)
             for name in self.parts & inner.facts.keys():
                 references[name] = Reference(inner, name, shift(inner, right, name, name))
-                steps = Steps.of(right.facts[name].grid)
-                if steps is not None and operators[name].output.observer is None:
+                if (steps := Steps.of(right.facts[name].grid)) is not None and operators[name].output.observer is None:
                     self.limits[name] = steps.low * steps.scale, steps.high * steps.scale
         # For every name of the right form its reference.
         self.pairs = {name: references[name] for name in right.facts if name in references}

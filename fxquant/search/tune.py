@@ -94,8 +94,7 @@ def _sixteen(state: State) -> Proposals:
     choices = Choices(work.prepared, WIDTHS)
     gains = {}
     for tensor in find(work.prepared, work.samples, replace(work.options, measured=False, widths=WIDTHS), work.show).tensors:
-        wide = [dtype for dtype in tensor.loss if bits(dtype) == 16]
-        if wide and tensor.dtype != wide[0]:
+        if (wide := [dtype for dtype in tensor.loss if bits(dtype) == 16]) and tensor.dtype != wide[0]:
             gains[tensor.name] = tensor.loss[tensor.dtype] - tensor.loss[wide[0]], wide[0]
     ranked = sorted(gains, key=lambda name: gains[name][0], reverse=True)
     count = 1
