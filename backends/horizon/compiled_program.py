@@ -297,9 +297,7 @@ class SimulatedForm(Form):
         if not any(batched):
             return [list(inputs)]
         count = next(len(value) for value, rows in zip(inputs, batched, strict=True) if rows)
-        return (
-            [value[index : index + 1] if rows else value for value, rows in zip(inputs, batched, strict=True)] for index in range(count)
-        )
+        return ([value[item : item + 1] if rows else value for value, rows in zip(inputs, batched, strict=True)] for item in range(count))
 
     def _row(self, inputs: Sequence[Any], names: set[str]) -> Values:
         places = {place.node for place in (*self.given.values(), *self.places.values())}

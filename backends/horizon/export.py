@@ -340,9 +340,8 @@ def _check_node(node: fx.Node) -> None:
         raise ExportError(f"the input {node.name!r} cannot be written for the vendor's compiler", node=node, because=because, remedy=remedy)
     if node.op == "call_function" and node.target in PRIMITIVES and PRIMITIVES[node.target].kind == "dynamic":
         what = "a layer that is quantized at run time cannot be written for the vendor's compiler"
-        because = "its scales are not known before it runs"
         remedy = "leave out dynamic=True, or keep the layer in float"
-        raise ExportError(what, node=node, because=because, remedy=remedy)
+        raise ExportError(what, node=node, because="its scales are not known before it runs", remedy=remedy)
     _check_bits(node)
     described, lowered = qparams(node), operation(node)
     if described is None or lowered is None or described.dtype not in ("int8", "int4", "int16"):

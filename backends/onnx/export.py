@@ -275,8 +275,7 @@ def _contents(model: onnx.ModelProto, name: str, external_data: bool | None) -> 
     size = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
     if external_data is False and size > LARGEST_FILE:
         because = f"its tensors have {size:,} bytes, and a file of ONNX ends at 2 GiB"
-        remedy = "leave external_data out, or pass external_data=True"
-        raise ExportError(f"{name} cannot be one file", because=because, remedy=remedy)
+        raise ExportError(f"{name} cannot be one file", because=because, remedy="leave external_data out, or pass external_data=True")
     offsets: dict[bytes, int] = {}  # of the tensors, in order; equal ones, as the weights of the steps of an LSTM, have one place
     if size > LARGEST_FILE if external_data is None else external_data:
         end = 0

@@ -184,9 +184,8 @@ def placed_in(integer: fx.GraphModule, node: fx.Node, parts: Sequence[fx.Node], 
 @functools.lru_cache(maxsize=1024)
 def exact_divisor(multiplier: float, left_zero: int, right_zero: int, zero: int) -> float | None:
     """Return a float32 divisor that is exact in every runtime for all products of two bytes with these zero points, or None."""
-    products = torch.unique(
-        torch.outer(torch.arange(_BYTES, device="cpu") - left_zero, torch.arange(_BYTES, device="cpu") - right_zero)
-    ).float()
+    every = torch.arange(_BYTES, device="cpu")
+    products = torch.unique(torch.outer(every - left_zero, every - right_zero)).float()
     expected = _stored(torch.round(products * torch.tensor(multiplier, dtype=torch.float32, device="cpu")), zero)
     start = 1 / torch.tensor(multiplier, dtype=torch.float32, device="cpu")
     for distance in NEIGHBOURS:

@@ -83,9 +83,8 @@ def read_metadata(model: onnx.ModelProto, path: Path) -> dict[str, Any]:
     """Return the properties of a model that was read from this path. Raises ExportError if fxquant did not write it."""
     properties = {entry.key.removeprefix(PREFIX): entry.value for entry in model.metadata_props if entry.key.startswith(PREFIX)}
     if "tensors" not in properties:
-        because = "its metadata has no entry fxquant.tensors"
         remedy = "pass a file written by fxq.export_onnx"
-        raise ExportError(f"{path} was not written by fxquant", because=because, remedy=remedy)
+        raise ExportError(f"{path} was not written by fxquant", because="its metadata has no entry fxquant.tensors", remedy=remedy)
     try:
         entries = {name: value if name in _PLAIN else json.loads(value) for name, value in properties.items()}
         _check(entries, model)
@@ -123,9 +122,7 @@ def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
         _require(shown, f"fxquant.tensors describes {name!r}, a value that the graph does not have")
     for what, infos in (("inputs", graph.input), ("outputs", graph.output)):
         described: Any = entries.get(what)
-        _require(
-            isinstance(described, list) and all(isinstance(entry, dict) for entry in described), f"fxquant.{what} is not a list of objects"
-        )
+        _require(isinstance(described, list) and {*map(type, described)} <= {dict}, f"fxquant.{what} is not a list of objects")
         names = [entry.get("name") for entry in described]
         _require(names == [info.name for info in infos], f"fxquant.{what} names {names}, and the graph has {[info.name for info in infos]}")
         for entry in described:
@@ -137,9 +134,7 @@ def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
                 f"fxquant.{what} names a tensor {tensor!r} that is not described",
             )
     reasons = entries.get("float", {})
-    _require(
-        isinstance(reasons, dict) and all(isinstance(reason, str) for reason in reasons.values()), "fxquant.float is not an object of texts"
-    )
+    _require(isinstance(reasons, dict) and {*map(type, reasons.values())} <= {str}, "fxquant.float is not an object of texts")
     provenance = entries.get("provenance", {})
     _require(isinstance(provenance, dict), "fxquant.provenance is not an object")
     for name, entry in provenance.items():
@@ -200,8 +195,7 @@ def read_model(path: Path) -> onnx.ModelProto:
         return model
     except (OSError, ValueError, DecodeError, Unusable) as error:
         because = str(error).splitlines()[0] or type(error).__name__
-        remedy = "pass a file written by fxq.export_onnx"
-        raise ExportError(f"{path} cannot be read as ONNX", because=because, remedy=remedy) from None
+        raise ExportError(f"{path} cannot be read as ONNX", because=because, remedy="pass a file written by fxq.export_onnx") from None
 
 
 def _texts(message: Any) -> Iterator[object]:
@@ -255,9 +249,8 @@ def with_layouts(model: onnx.ModelProto, layouts: Mapping[str, str] | None, sour
             raise ConfigurationError(f"layouts names {name!r}, which is not an input of the file", because=because, remedy=remedy)
         sizes = inputs[name].type.tensor_type.shape.dim
         if len(sizes) != len(layout):
-            because = f"it has {len(sizes)} dimensions"
             remedy = f"leave it out of layouts: {layout} is of tensors with {len(layout)}"
-            raise ConfigurationError(f"the input {name!r} cannot be {layout}", because=because, remedy=remedy)
+            raise ConfigurationError(f"the input {name!r} cannot be {layout}", because=f"it has {len(sizes)} dimensions", remedy=remedy)
         if layout in CHANNELS_LAST:
             _permute(graph, inputs[name], layout)
             _describe(model, name, layout)

@@ -188,8 +188,7 @@ def value_info(
     dims = [symbol(dim, size) for dim, size in enumerate(shape)]
     if dtype not in TYPES:
         because = f"it is {str(dtype).removeprefix('torch.')}, which has no element type in ONNX that runtimes support"
-        remedy = "convert it to another dtype in forward"
-        raise ExportError(f"the value {name!r} cannot be written", because=because, remedy=remedy)
+        raise ExportError(f"the value {name!r} cannot be written", because=because, remedy="convert it to another dtype in forward")
     return helper.make_tensor_value_info(name, TYPES[dtype], dims)
 
 
@@ -313,9 +312,8 @@ class Writer:
         """Return the shape and dtype of the integers that replace a float input (io="integer"); ExportError if they are not one tensor."""
         if others := [user.name for user in node.users if user.target is not quantize]:
             what = f"io='integer' cannot be used: the input {node.name!r} is also read in float"
-            because = f"{', '.join('%' + other for other in others)} stays in float"
             remedy = "export with io='float'"
-            raise ExportError(what, node=node, because=because, remedy=remedy)
+            raise ExportError(what, node=node, because=f"{', '.join('%' + other for other in others)} stays in float", remedy=remedy)
         if len(node.users) > 1:
             what = f"io='integer' cannot be used: the input {node.name!r} is quantized on {len(node.users)} scales"
             because = f"{', '.join('%' + user.name for user in node.users)} are read by operators that limit it to different ranges"

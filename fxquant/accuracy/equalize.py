@@ -256,9 +256,7 @@ def _begun(prepared: fx.GraphModule) -> bool:
 def _observed(prepared: fx.GraphModule, labelled: Channels, batches: Iterable[Sequence[Any]]) -> Statistics:
     """Run the batches; return statistics of the tensors whose channels may have factors, and of the operands of layers, by channel."""
     quantized = {node: labels for node, labels in labelled.tensors.items() if quantized_operator(prepared, node) is not None}
-    watched = {
-        node.name: labels for node, labels in quantized.items() if bool(labels.any()) or any(user in labelled.read for user in node.users)
-    }
+    watched = {node.name: labels for node, labels in quantized.items() if labels.any() or any(user in labelled.read for user in node.users)}
     return statistics(prepared, watched, batches)
 
 

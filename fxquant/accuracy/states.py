@@ -25,9 +25,8 @@ def require_prepared(model: nn.Module) -> None:
     """Raise ConfigurationError if `model` is not a prepared model."""
     if not isinstance(model, fx.GraphModule) or stage_of(model) != "PREPARED":
         if isinstance(getattr(model, "module", None), fx.GraphModule):
-            because = "it wraps one"
             remedy = "pass what it wraps, its attribute `module`"
-            raise ConfigurationError(f"a {type(model).__name__} is not a prepared model", because=because, remedy=remedy)
+            raise ConfigurationError(f"a {type(model).__name__} is not a prepared model", because="it wraps one", remedy=remedy)
         because = "it was not returned by fxq.prepare, or its preparation was stopped early with until="
         remedy = "call fxq.prepare(model, example_inputs, target=...) and pass its result"
         raise ConfigurationError(f"{type(model).__name__} is not a prepared model", because=because, remedy=remedy)
@@ -104,11 +103,7 @@ def select(operators: Mapping[str, QuantizedOperator], names: list[str]) -> list
     """Return the operators of modules and nodes of these names. Raises ConfigurationError if a name matches none."""
     chosen: dict[str, QuantizedOperator] = {}
     for name in names:
-        matches = {
-            node: operator
-            for node, operator in operators.items()
-            if node == name or operator.path == name or operator.path.startswith(name + ".")
-        }
+        matches = {node: each for node, each in operators.items() if name in (node, each.path) or each.path.startswith(f"{name}.")}
         if not matches:
             because = f"the operators are {', '.join(operators) if len(operators) <= 12 else ', '.join(list(operators)[:12]) + ', …'}"
             remedy = "pass a module path of the model, or a node name"

@@ -230,9 +230,8 @@ def _judged(
         group = [row for row in rows if _has_few_bits(operators[row.name]) is few]
         attempt = partial(_attempt, prepared, group, {row.name: decided[row.name] for row in group if row.kept})
         before = outputs.measure() if any(row.kept for row in group) else Noise((), ())
-        by_name.update(
-            {row.name: row for row in judged(outputs, before, group, put_back, (what, "rounded by samples"), {"as found": attempt})}
-        )
+        judgements = judged(outputs, before, group, put_back, (what, "rounded by samples"), {"as found": attempt})
+        by_name.update({row.name: row for row in judgements})
         accepted = {name: decided[name] for name, row in by_name.items() if few and row.kept and _has_few_bits(operators[name])}
     return tuple(by_name.values())
 

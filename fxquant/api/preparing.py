@@ -77,8 +77,7 @@ def prepare(
     pipeline = with_own(PREPARE, options.passes or {})
     if until is not None and observations is not None:
         because = "observations give scales, which only a fully prepared graph has"
-        remedy = "leave one of them out"
-        raise ConfigurationError("observations cannot be used with until=", because=because, remedy=remedy)
+        raise ConfigurationError("observations cannot be used with until=", because=because, remedy="leave one of them out")
     check_until(until, pipeline)
     dial = Dial.of(options)
     traced = trace(model, example_inputs, options=options)

@@ -153,7 +153,8 @@ def _split(samples: Samples, options: argparse.Namespace) -> tuple[Samples, Samp
 
 
 def _batches(samples: Samples, size: int) -> list[dict[str, Tensor]]:
-    return [dict(zip(samples, batch, strict=True)) for batch in zip(*[torch.split(array, size) for array in samples.values()], strict=True)]
+    pieces = [torch.split(array, size) for array in samples.values()]
+    return [dict(zip(samples, batch, strict=True)) for batch in zip(*pieces, strict=True)]
 
 
 def _written(result: fxq.results.Result, folder: Path, held_out: Samples, calibrated: int, options: argparse.Namespace) -> Outcome:

@@ -137,7 +137,7 @@ class Tables:
 
     def own_modules(self, path: str) -> list[ModuleType]:
         """Return the toolkit's own modules of this path: at most one for each alias."""
-        return [module for module in ([self.own_module(name) for name in self.aliased(path)] if self.partly else []) if module is not None]
+        return [module for name in self.aliased(path) if self.partly and (module := self.own_module(name)) is not None]
 
     def own_module(self, name: str) -> ModuleType | None:
         """Return the toolkit's own module of this name, or None if there is none."""

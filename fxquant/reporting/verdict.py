@@ -101,7 +101,8 @@ def _range(tensors: Sequence[Judged], errors: Mapping[str, Tensor], effects: Eff
     if len(there) < MIN_LAYERS:
         return
     count = min(len(there), SEGMENTS)
-    segments = [there[first:last] for first, last in itertools.pairwise([round(len(there) * index / count) for index in range(count + 1)])]
+    ends = [round(len(there) * index / count) for index in range(count + 1)]
+    segments = [there[first:last] for first, last in itertools.pairwise(ends)]
     shares = [
         effects.of_errors({each.reference: errors[each.reference] for each in segment if each.reference in errors})
         for segment in progress(segments, count, "where the noise is", show_progress)
