@@ -160,8 +160,8 @@ class Choices(Mapping[str, Choice]):
             if len(read) < 2:
                 read.append((self._by_name.get(f"{name}.weight"), operator.weight_quantizer.dtype.bits))
             (left, left_bits), (right, right_bits) = read
-            names = ("" if each is None else each.name for each in (left, right))
-            products.append(Products(name, layer.macs, *names, (left_bits, right_bits)))
+            first, second = ("" if each is None else each.name for each in (left, right))
+            products.append(Products(name, layer.macs, first, second, (left_bits, right_bits)))
         return products
 
     def mapping(

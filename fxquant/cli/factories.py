@@ -66,8 +66,9 @@ def transform_of(name: str, model: nn.Module) -> Callable[[Any], Any] | None:
     source, _, rest = name.partition("?")[0].partition(":")
     if source not in HUBS:
         return None
+    package = _imported(HUBS[source].package)
     with _of_user(f"the preprocessing of {name} is not known", "give --size, --mean and --std"):
-        return HUBS[source].transform(_imported(HUBS[source].package), rest, model)
+        return HUBS[source].transform(package, rest, model)
 
 
 def model_named(name: str) -> nn.Module:
@@ -85,8 +86,9 @@ def model_named(name: str) -> nn.Module:
     settings = _settings(name, query)
     with working(f"loading {named}"):
         if module in HUBS and path:
+            package = _imported(HUBS[module].package)
             with _of_user(f"{named} cannot be loaded", "look up the model's name, and whether its weights can be downloaded"):
-                return HUBS[module].make(_imported(HUBS[module].package), path, **settings).eval()  # type: ignore[no-any-return]
+                return HUBS[module].make(package, path, **settings).eval()  # type: ignore[no-any-return]
         if not colon or not path or not all(part.isidentifier() for part in (*module.split("."), *path.split("."))):
             raise ConfigurationError(f"{name!r} does not name a model", because=f"a model is named as {FORM}", remedy=REMEDY)
         value = _attribute(_imported(module), path, named)
