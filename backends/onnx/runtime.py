@@ -360,7 +360,7 @@ def keep(field: Any, entries: Iterable[Any]) -> None:
 
 
 def prune(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> set[str]:
-    """Set the nodes of a graph to those of `nodes`, in order, that its outputs need; return the names of the values that they read."""
+    """Keep in a graph the ones of `nodes` that its outputs need, in order; return the names of the values that these nodes read."""
     needed, kept = {info.name for info in graph.output}, list[onnx.NodeProto]()
     for node in reversed(nodes):
         if not needed.isdisjoint(node.output):
