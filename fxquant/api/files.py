@@ -148,3 +148,10 @@ def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     directory = Path(path)
     write_files(directory, {"graph.txt": text(model), "explain.txt": explain(model)})
     return directory
+
+
+def check_horizon(target: str) -> None:
+    """Raise ConfigurationError if there is no target of this name, or `export_horizon` cannot write its integer models."""
+    from fxquant.backends.horizon.export import check_march
+
+    check_march(backends.get(target))

@@ -18,8 +18,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant import backends
-from fxquant.backends.horizon.export import check_march
+from fxquant.api.files import check_horizon
 from fxquant.cli.factories import dynamic_shapes, model_named
 from fxquant.cli.photographs import samples_of
 from fxquant.errors import ConfigurationError
@@ -98,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     """Quantize the model that the options name; print the outcome and return the exit status."""
     out = _folder(options)
     if options.horizon:
-        check_march(backends.get(options.target))
+        check_horizon(options.target)
     mapping = None if options.qconfig is None else fxq.load_qconfig(options.qconfig)
     model = model_named(options.model)
     samples = samples_of(options, model)
