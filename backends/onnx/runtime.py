@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -20,7 +22,7 @@ from onnx.reference.op_run import OpRun
 from onnx.reference.ops import op_loop, op_max_pool
 from torch import Tensor
 
-from fxquant.backends.onnx.metadata import read_metadata, read_model, to_file
+from fxquant.backends.onnx.metadata import onnx_metadata, read_metadata, read_model, to_file
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import DTYPE_NAMES
 
@@ -35,6 +37,7 @@ RUNTIME_NAMES = tuple(name for name, _, _ in RUNTIMES)
 MEASURED_RUNTIMES = ("onnxruntime", "onnxruntime, no optimisation")  # for measuring a file that is not exact by design
 Run = Callable[[dict[str, np.ndarray[Any, Any]]], Any]  # inputs by name to a list of outputs, in order
 DATA_FOLDER = "session.model_external_initializers_file_folder_path"
+RUNS = 7  # that are timed
 
 
 def open_file(path: Path) -> None:
@@ -45,6 +48,25 @@ def open_file(path: Path) -> None:
 
 
 # ---- runtimes of other packages, with the settings that keep bits ---------------------------------------------------
+def shortest_runs(paths: Sequence[Path], batch: Mapping[str, Tensor]) -> list[float]:
+    """Return the seconds of the shortest of `RUNS` runs of each file in onnxruntime, in turn, on one thread."""
+    sessions = []
+    for path in paths:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        for name, value in onnx_metadata(path).get("session_options", {}).items():
+            options.add_session_config_entry(name, value)
+        sessions.append(onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"]))
+    seconds = [math.inf] * len(sessions)
+    for _ in range(RUNS):
+        for index, session in enumerate(sessions):
+            feeds = {each.name: array.numpy() for each, array in zip(session.get_inputs(), batch.values(), strict=True)}
+            start = time.perf_counter()
+            session.run(None, feeds)
+            seconds[index] = min(seconds[index], time.perf_counter() - start)
+    return seconds
+
+
 def _openvino(model: onnx.ModelProto) -> Run:
     import openvino
 

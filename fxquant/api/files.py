@@ -1,11 +1,12 @@
 """Write models to files, and load them."""
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxquant import backends
 from fxquant.accuracy.observations import Observations
@@ -148,6 +149,17 @@ def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     directory = Path(path)
     write_files(directory, {"graph.txt": text(model), "explain.txt": explain(model)})
     return directory
+
+
+@working("measuring speed in onnxruntime")
+def speed_of(path: Path, model: nn.Module, batch: Mapping[str, Tensor]) -> float:
+    """Return the speed of an ONNX file in onnxruntime, on one thread, in times that of the float model's file."""
+    from fxquant.backends.onnx.runtime import shortest_runs
+
+    with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
+        other = export_onnx(model, Path(folder) / "float.onnx", example_inputs=dict(batch))
+        before, now = shortest_runs([other, path], batch)
+    return before / now
 
 
 def check_horizon(target: str) -> None:

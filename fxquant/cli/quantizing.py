@@ -4,32 +4,28 @@ import argparse
 import json
 import math
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 import fxquant as fxq
-from fxquant.api.files import check_horizon
+from fxquant.api.files import check_horizon, speed_of
 from fxquant.cli.factories import dynamic_shapes, model_named
 from fxquant.cli.photographs import samples_of
 from fxquant.errors import ConfigurationError
 from fxquant.reporting.statistics import in_decibels
 from fxquant.support.arguments import FOLDER, accepted
 from fxquant.support.files import check_place, place_files, write_file
-from fxquant.support.progress import working
 
 HELD_OUT_EVERY, MOST_HELD_OUT = 5, 32  # one sample of HELD_OUT_EVERY, at most MOST_HELD_OUT, is held back to verify
 HORIZON = "horizon"
-RUNS = 7
 Samples = Mapping[str, Tensor]
 
 
@@ -169,33 +165,9 @@ def _written(result: fxq.results.Result, folder: Path, held_out: Samples, calibr
         fxq.report(result.integer, folder / REPORT, batches, prepared=result.prepared, comparison=compared, title=options.model)
     operators = sum(layer.integer and not layer.boundary for layer in fxq.inspect.layers(result.prepared))
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-    speed = _speed(path, result.float, _batches(held_out, options.fixed_batch or options.batch_size)[0]) if options.measure else None
+    speed = speed_of(path, result.float, _batches(held_out, options.fixed_batch or options.batch_size)[0]) if options.measure else None
     style, findings = fxq.export.onnx_metadata(path)["style"], fxq.check(result.prepared)
     return Outcome(options.model, calibrated, _count(held_out), verified, compared, findings, operators, style, speed, files)
-
-
-@working("measuring speed in onnxruntime")
-def _speed(path: Path, model: nn.Module, batch: Mapping[str, Tensor]) -> float:
-    """Return the speed of an ONNX file in times that of the float model's file: on one thread, the shortest of RUNS runs of each."""
-    with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
-        files = (fxq.export_onnx(model, Path(folder) / "float.onnx", example_inputs=dict(batch)), path)
-        sessions = [onnxruntime.InferenceSession(str(file), _one_thread(file)) for file in files]
-    shortest = [math.inf, math.inf]
-    for _ in range(RUNS):
-        for index, session in enumerate(sessions):
-            feeds = {each.name: array.numpy() for each, array in zip(session.get_inputs(), batch.values(), strict=True)}
-            start = time.perf_counter()
-            session.run(None, feeds)
-            shortest[index] = min(shortest[index], time.perf_counter() - start)
-    return shortest[0] / shortest[1]
-
-
-def _one_thread(file: Path) -> Any:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    for name, value in fxq.export.onnx_metadata(file).get("session_options", {}).items():
-        options.add_session_config_entry(name, value)
-    return options
 
 
 def _finite(value: float) -> float | None:

@@ -164,9 +164,9 @@ def float_model(model: Any) -> nn.Module:
     """
     if isinstance(model, torch.export.ExportedProgram):
         return module_of(model)
-    if is_onnx(model):
-        return read_onnx(model)
     if not isinstance(model, nn.Module):
+        if is_onnx(model):
+            return read_onnx(model)
         because = "a model is an nn.Module, an ExportedProgram, the path of an ONNX file or an onnx.ModelProto"
         remedy = "name a file that ends in .onnx" if isinstance(model, (str, os.PathLike)) else "wrap the function in an nn.Module"
         raise ConfigurationError(f"a {type(model).__name__} cannot be traced", because=because, remedy=remedy)

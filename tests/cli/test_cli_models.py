@@ -173,9 +173,6 @@ def test_check_lists_what_is_broken_with_line_and_remedy(capsys: pytest.CaptureF
 
 
 # ---- photographs and hubs -----------------------------------------------------------------------------------------------
-PHOTOGRAPHS = ("--data", "photos", "--size", "6,8", "--resize", 8, "--mean", 0.5, "--std", "0.25,0.5,1", "--bgr")
-
-
 def write_photographs() -> None:
     generator = np.random.default_rng(0)
     for number in range(10):
@@ -199,15 +196,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_photographs_become_samples_as_the_options_say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     write_photographs()
     hub(monkeypatch)
-    options = argparse.Namespace(
-        model="networks:Network",
-        data=Path("photos"),
-        photo_size=(6, 8),
-        photo_resize=8,
-        photo_mean=(0.5,) * 3,
-        photo_std=(0.25, 0.5, 1),
-        photo_bgr=True,
-    )
+    stated = {"size": (6, 8), "resize": 8, "mean": (0.5,) * 3, "std": (0.25, 0.5, 1), "bgr": True}
+    photographs = {f"photo_{name}": value for name, value in stated.items()}
+    options = argparse.Namespace(model="networks:Network", data=Path("photos"), **photographs)
     samples = samples_of(options, network_of("Network"))["image"]
     with Image.open(sorted(Path("photos").rglob("*.png"))[0]) as image:  # 9 high and 20 wide: 6 × 8 fits in 6 high, and so in 8
         pixels = torch.tensor(np.asarray(image.resize((18, 8), 2).crop((5, 1, 13, 7)))).permute(2, 0, 1).flip(0) / 255
@@ -220,7 +211,7 @@ def test_photographs_become_samples_as_the_options_say(capsys: pytest.CaptureFix
     assert "no report.html is written: it needs plotly" in shown
     assert files_of("out") == ["integer.fxq", "model.onnx", "summary.json"]
     assert "10 of 10 photographs in photos: RGB, resized to 8 × 8" in shown
-    assert called(capsys, "check", "timm:tiny?width=4", *PHOTOGRAPHS)[0] == 0
+    assert called(capsys, "check", "timm:tiny?width=4", "--data", "photos", "--size", "6,8", "--bgr")[0] == 0
 
 
 def test_photographs_that_cannot_be_samples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import fxquant as fxq
 from fxquant.frontend.onnx_files import example_inputs, read_onnx
 from fxquant.frontend.onnx_operators import OPERATORS
 from tests.cli.test_cli import called
+from tests.shared.networks import members
 
 KINDS = {torch.float32: TensorProto.FLOAT, torch.int64: TensorProto.INT64, torch.bool: TensorProto.BOOL}
 X, W, LINE = "f:2,4,6,6", "c:3,4,3,3", "f:2,4,6"
@@ -120,41 +121,31 @@ def test_every_operator_has_a_case() -> None:
     assert {case[0] for case in CASES} == set(OPERATORS)
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.body, self.head = nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 5)
-        self.norm = nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.norm(self.stem(x)))
-        return self.head(torch.relu(x + self.body(x)).reshape(x.shape[0], 8, -1).mean(2))
+LAYERS = {"stem": nn.Conv2d(3, 8, 3, 2, 1, bias=False), "norm": nn.BatchNorm2d(8), "body": nn.Conv2d(8, 8, 3, padding=1)}
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.project, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, n, c = x.shape
-        q, k, v = self.project(self.norm(x)).view(b, n, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
-        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c))
+@members(lambda: dict(LAYERS, head=nn.Linear(8, 5)))
+def Residual(self, x: Tensor) -> Tensor:
+    x = torch.relu(self.norm(self.stem(x)))
+    return self.head(torch.relu(x + self.body(x)).reshape(x.shape[0], 8, -1).mean(2))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)[0])
+@members(lambda: dict(norm=nn.LayerNorm(16), project=nn.Linear(16, 48), out=nn.Linear(16, 16)))
+def Attention(self, x: Tensor) -> Tensor:
+    b, n, c = x.shape
+    q, k, v = self.project(self.norm(x)).view(b, n, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+    return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c))
 
 
-NETWORKS: dict[type[nn.Module], tuple[int, ...]] = {Residual: (1, 3, 8, 8), Attention: (1, 5, 16), Recurrent: (2, 7, 6)}
+@members(lambda: dict(layer=nn.LSTM(6, 8, batch_first=True), head=nn.Linear(8, 3)))
+def Recurrent(self, x: Tensor) -> Tensor:
+    return self.head(self.layer(x)[0])
 
 
-def exported(network: type[nn.Module], path: Path, opset: int = 17, **options: Any) -> tuple[str, Tensor]:
+NETWORKS: dict[Any, tuple[int, ...]] = {Residual: (1, 3, 8, 8), Attention: (1, 5, 16), Recurrent: (2, 7, 6)}
+
+
+def exported(network: Any, path: Path, opset: int = 17, **options: Any) -> tuple[str, Tensor]:
     """Write a network as a file of a fixed batch size, if the options do not name the batch; return the path and an example."""
     torch.manual_seed(0)
     example = torch.randn(NETWORKS[network])
