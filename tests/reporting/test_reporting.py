@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import networkx
@@ -170,21 +171,16 @@ def test_suspicious_settings_are_named() -> None:
 def test_tensorboard_is_given_every_figure(compiled: Compiled) -> None:
     written: list[tuple[str, ...]] = []
 
-    class Writer:
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            written.append(("scalar", tag))
+    def histogram(tag: str, *, bucket_limits: list[float], bucket_counts: list[int], **rest: Any) -> None:
+        assert len(bucket_limits) == len(bucket_counts)
+        assert bucket_limits[0] <= rest["min"] <= rest["max"] <= bucket_limits[-1]
+        assert sum(bucket_counts) == rest["num"]
+        written.append(("histogram", tag))
 
-        def add_text(self, tag: str, text: str, step: int) -> None:
-            written.append(("text", tag))
-
-        def add_histogram_raw(self, tag: str, *, bucket_limits: list[float], bucket_counts: list[int], **rest: Any) -> None:
-            assert len(bucket_limits) == len(bucket_counts)
-            assert bucket_limits[0] <= rest["min"] <= rest["max"] <= bucket_limits[-1]
-            assert sum(bucket_counts) == rest["num"]
-            written.append(("histogram", tag))
-
+    scalar, text = (lambda tag, *_, kind=kind: written.append((kind, tag)) for kind in ("scalar", "text"))
+    writer = SimpleNamespace(add_scalar=scalar, add_text=text, add_histogram_raw=histogram)
     comparison = compiled.result.compare(compiled.batches, advice=False)
-    comparison.write_tensorboard(Writer(), step=3)
+    comparison.write_tensorboard(writer, step=3)
     assert ("scalar", "sqnr/conv") in written
     assert ("histogram", "values/conv") in written
     assert ("text", "advice") in written
