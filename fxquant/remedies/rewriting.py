@@ -96,8 +96,9 @@ class Rewriting(Builder):
 
     def __call__(self, function: Callable[..., Any], *args: Any, demand: Any = None, dtype: str | None = None, **kwargs: Any) -> fx.Node:
         """Append a call as `Builder` does, `batch_norm`, `residual` and `clamp` fused; `dtype` is its result's, by default the whole's."""
+        fused = {name: value for name in FUSED if (value := kwargs.pop(name, None)) is not None}
         call: fx.Node = super().__call__(function, *args, demand=demand, **kwargs)
-        call.kwargs = {name: value for name in FUSED if (value := kwargs.pop(name, None)) is not None}
+        call.kwargs = fused
         if (outer := facts.part(self.node)) is not None:
             facts.set_part(call, Part(outer.composite, f"{outer.role}: {facts.part(call)}"))
         source = facts.annotation(call.args[0][0] if isinstance(call.args[0], list | tuple) else call.args[0])  # type: ignore[arg-type]
