@@ -341,8 +341,7 @@ def weights_of_layers(model: onnx.ModelProto) -> list[np.ndarray]:
 
 
 # ---- E5: located --------------------------------------------------------------------------------------------------------
-LAYER = "block4_project_0"  # in the middle of the demo network
-"""The layer whose constants the tests below spoil."""
+LAYER = "block4_project_0"  # in the middle of the demo network: the tests below spoil its constants
 
 LAST_OF_15_BITS = np.float32(2.0**-14)
 """The step of a multiplier of 15 bits, relative to it. Of the 24 bits that nash-e's have, the last decides too rarely."""
