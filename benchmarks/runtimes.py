@@ -109,7 +109,7 @@ def _joined(results: dict[str, str]) -> str:
 
 
 def table(runtimes: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows of these runtimes."""
+    """Yield a row of the table for each runtime and style: runtime, style, and the outcome for each network."""
     torch.set_num_threads(1)
     logging.getLogger("fxquant").setLevel(logging.ERROR)
     models = {name: {target: compiled(name, target) for target in TARGETS} for name in NETWORKS}

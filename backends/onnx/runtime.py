@@ -123,7 +123,10 @@ OTHER_RUNTIMES: dict[str, Callable[[onnx.ModelProto], Run]] = {"openvino": _open
 
 
 def _of_fixed_sizes(name: str, model: onnx.ModelProto) -> Run:
-    """Return a run of a model in one of these runtimes, which is compiled for each sizes of its inputs; ConfigurationError without it."""
+    """Return a function that runs a model in the runtime `name`, compiled anew for other sizes of inputs.
+
+    Raises ConfigurationError where the runtime is not installed.
+    """
     compiled: dict[tuple[tuple[int, ...], ...], Run] = {}
 
     def run(feeds: dict[str, np.ndarray[Any, Any]]) -> Any:
@@ -382,7 +385,7 @@ def keep(field: Any, entries: Iterable[Any]) -> None:
 
 
 def prune(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> set[str]:
-    """Keep in a graph the ones of `nodes` that its outputs need, in order; return the names of the values that these nodes read."""
+    """Remove the nodes that no output needs; return the names of the outputs and of the values that the other nodes read."""
     needed, kept = {info.name for info in graph.output}, list[onnx.NodeProto]()
     for node in reversed(nodes):
         if not needed.isdisjoint(node.output):

@@ -29,7 +29,7 @@ REMEDY = f"name a class of modules, a function that returns a module, or a modul
 
 @dataclass(frozen=True)
 class Hub:
-    """A package with pretrained models by name, each of which has the preprocessing that it was trained with."""
+    """A package that makes pretrained models by name, and the preprocessing with which a model was trained."""
 
     package: str
     make: Callable[..., Any]  # from the package, a name and keywords

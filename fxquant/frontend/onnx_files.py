@@ -189,7 +189,7 @@ class _Reader:
         return value.decode() if isinstance(value, bytes) else list(value) if isinstance(value, (list, tuple)) else value
 
     def _folded(self, node: Any, row: OnnxOperator, inputs: list[Any], attributes: dict[str, Any]) -> _Constant:
-        """Compute what depends on constants alone; what is computed from parameters is one."""
+        """Compute an operator of constants alone; its result is a parameter where one of the constants is."""
         plain = [each and each.value for each in inputs]
         value = row.function(*(as_numbers(each) if index in row.numbers else each for index, each in enumerate(plain)), **attributes)
         return _Constant(simplified(value), node.output[0], any(each is not None and each.trains for each in inputs))
@@ -295,8 +295,8 @@ def _free_batch(module: fx.GraphModule) -> None:
     """Replace the batch size that a file holds in its shapes by -1, if every sample is then computed as before.
 
     The graph runs on random inputs of the file's batch size, and on twice as many, which begin with the same. A reshape of a tensor that
-    is larger in the second run gets -1 in the place of the batch. What the two runs return of the same samples is compared: if it differs,
-    or if a shape does not fit, nothing is replaced, and the batch size of the file is fixed.
+    is larger in the second run gets -1 in the place of the batch. What the two runs return of the same samples is compared, up to the
+    order of float32 sums, which follows the batch size: if it differs, or a shape does not fit, the file's batch size stays fixed.
     """
     before = {node: node.args for node in module.graph.nodes}
     once, more = (_drawn(module.meta[_INPUTS], seed) for seed in (0, 1))

@@ -38,7 +38,7 @@ OPERATORS: dict[str, OnnxOperator] = {}
 
 
 def reads(*names: str, **inputs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that declares the function of these operators."""
+    """Return a decorator that makes a function the record of the ONNX operators `names`."""
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__name__ = names[0].lower()  # in the generated code of a module

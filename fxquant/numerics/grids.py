@@ -538,7 +538,7 @@ class FixedWidths:
         return ratio.mantissa(self.multiplier_bits, largest_exponent=31)
 
     def limited(self, shift: Tensor, multiplier: Tensor, right_shift: Tensor) -> FixedRequantization:
-        """Return these shifts and multiplier; where the last shift is below 1, the largest multiplier, and 1."""
+        """Return the shifts and the multiplier as given; where the last shift is below 1, the largest multiplier and a last shift of 1."""
         overflow = right_shift < 1  # every accumulator but 0 saturates
         multiplier = torch.where(overflow, 2**self.multiplier_bits - 1, multiplier)
         return FixedRequantization(shift.int(), multiplier.int(), right_shift.clamp_min(1).int())

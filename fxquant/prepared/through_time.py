@@ -1,8 +1,8 @@
 """Loops of prepared models in training, all steps at once, where nothing but what the loop carries changes from step to step.
 
 A backend computes what each step carries (`loops.AT_ONCE`), without gradients. With that, the operators of the body are called once for
-all steps, which lie one after the other in dimension 0: this gives every value and every saturation mask. Sums of products are cut off
-from what reads them, so that the body is, for all steps,
+all steps, which are stacked along dimension 0: one call gives every value and every mask of what saturates. Each sum of products is
+detached from the operators that read it, so that the body is, for all steps,
 
     sums = operands · Wᵀ,    (what is carried, operands) = elementwise functions of (what was carried before, sums, the sequence)
 

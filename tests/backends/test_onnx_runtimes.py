@@ -1,4 +1,4 @@
-"""Files in runtimes of other packages, with equal bits in style "exact", and the page's table of what these runtimes read."""
+"""Run exported files in OpenVINO, TVM and IREE: equal bits of style "exact", and the rows of the page's table."""
 
 import re
 import sys

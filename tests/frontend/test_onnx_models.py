@@ -1,4 +1,4 @@
-"""ONNX files as models: every operator against onnxruntime in float, whole files as integers, and what is refused."""
+"""Read ONNX files as models: each operator against onnxruntime in float, whole networks in integers, and refusals."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Loops in training, all steps at once: bits, gradients and scales against the steps one by one, and where these run instead."""
+"""Train recurrent layers with all steps at once: bits, gradients and scales against step by step, and the cases that run so."""
 
 import copy
 from functools import partial
