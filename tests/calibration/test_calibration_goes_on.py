@@ -15,6 +15,7 @@ import fxquant as fxq
 from fxquant.accuracy import weights
 from fxquant.prepared.operators import quantized_operators
 from tests.shared.contract import same_state
+from tests.shared.networks import copies
 
 pytestmark = pytest.mark.nightly
 
@@ -22,15 +23,11 @@ GENERATOR = torch.Generator().manual_seed(1)
 BATCHES = [torch.rand(10, 3, 8, 8, generator=GENERATOR) for _ in range(10)]  # of which the first seven are kept as samples
 
 
-@functools.cache
-def _prepared(bits: str) -> fx.GraphModule:
+@copies
+def fresh(bits: str) -> fx.GraphModule:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)]
     return fxq.prepare(nn.Sequential(*layers).eval(), BATCHES[0], "bayes-e", fxq.QConfig(weight=fxq.WeightConfig(bits)))
-
-
-def fresh(bits: str) -> fx.GraphModule:
-    return copy.deepcopy(_prepared(bits))
 
 
 @functools.cache

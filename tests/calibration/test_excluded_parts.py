@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from tests.shared.contract import same_state
+from tests.shared.networks import copies
 
 FOUR_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4", per_channel=False))
 GENERATOR = torch.Generator().manual_seed(1)
@@ -35,14 +36,10 @@ class Net(nn.Module):
         return self.head(self.dw(F.relu(self.stem(x))))
 
 
-@functools.cache
-def _prepared() -> fx.GraphModule:
+@copies
+def fresh() -> fx.GraphModule:
     torch.manual_seed(0)
     return fxq.prepare(Net().eval(), BATCHES[0], "nash-e", FOUR_BITS)
-
-
-def fresh() -> fx.GraphModule:
-    return copy.deepcopy(_prepared())
 
 
 def calibrate(prepared: fx.GraphModule, batches: list[Tensor] = BATCHES, **options: Any) -> fx.GraphModule:

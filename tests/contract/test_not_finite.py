@@ -1,7 +1,6 @@
 """Parameters and scales that are NaN, infinite or no float32 numbers are met by an error that names the layer, in every state."""
 
 import copy
-import functools
 import math
 from collections.abc import Callable
 
@@ -14,7 +13,9 @@ import fxquant as fxq
 from fxquant.numerics.grids import Ratio, real_multiplier
 from fxquant.ops.sampling.resize import _nearest, _neighbours
 from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, compiled, same_state
-from tests.shared.networks import Network, to_train
+from tests.shared.networks import Network, copies, to_train
+
+BATCH = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
 class Layers(nn.Module):
@@ -37,19 +38,10 @@ class Layers(nn.Module):
         return self.head(x @ self.matrix)
 
 
-def batch() -> Tensor:
-    return torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-
-
-@functools.cache
-def made(qconfig: fxq.QConfig | None) -> fx.GraphModule:
-    torch.manual_seed(0)
-    model = fxq.prepare(Layers().eval(), batch(), "nash-e", qconfig)
-    return fxq.calibrate(model, [batch()])
-
-
+@copies
 def prepared(qconfig: fxq.QConfig | None = None) -> fx.GraphModule:
-    return copy.deepcopy(made(qconfig))
+    torch.manual_seed(0)
+    return fxq.calibrate(fxq.prepare(Layers().eval(), BATCH, "nash-e", qconfig), [BATCH])
 
 
 PLACES = {  # a parameter, the node and the module that the error names, what it says
@@ -72,14 +64,14 @@ CONSTANTS = {
 def actions(model: fx.GraphModule) -> dict[str, Callable[[], object]]:
     def run(state: fxq.State, training: bool) -> object:
         fxq.set_state(model, state)
-        return model.train(training)(batch())
+        return model.train(training)(BATCH)
 
     return {
         "validate": lambda: run(fxq.State.VALIDATE, False),
         "train": lambda: run(fxq.State.TRAIN, True),
         "evaluate": lambda: run(fxq.State.TRAIN, False),
         "convert": lambda: fxq.convert(model),
-        "calibrate": lambda: fxq.calibrate(model, [batch()]),
+        "calibrate": lambda: fxq.calibrate(model, [BATCH]),
     }
 
 
@@ -121,7 +113,7 @@ def test_prepare_refuses_parameters_that_are_not_finite(place: str, batch_norm: 
     with torch.no_grad():
         dict((*model.named_parameters(), *model.named_buffers()))[place].view(-1)[1] = math.nan
     with pytest.raises(fxq.errors.NotFinite, match=f"the parameters of %{PLACES[place][0]} cannot become integers"):
-        fxq.prepare(model, batch(), options=fxq.Options(batch_norm=batch_norm))
+        fxq.prepare(model, BATCH, options=fxq.Options(batch_norm=batch_norm))
 
 
 def test_a_batch_norm_that_gives_nothing_finite() -> None:
@@ -135,7 +127,7 @@ def test_a_learned_scale_that_is_not_finite() -> None:
     learned = fxq.QConfig(fxq.ActivationConfig(training="learned"), fxq.WeightConfig(training="learned"))
     model = prepared(qconfig=learned)
     fxq.set_state(model, fxq.State.TRAIN)
-    model(batch())
+    model(BATCH)
     for scale_change, what in (
         (model.quantized.conv.quantizer.scale_change, "the scale of %conv is nan"),
         (model.quantized.conv.weight_quantizer.learned.scale_change, "the parameters of %conv cannot become integers"),
@@ -150,7 +142,7 @@ def test_a_learned_scale_that_is_not_finite() -> None:
         with torch.no_grad():
             scale_change.copy_(kept)
     fxq.set_state(model, fxq.State.VALIDATE)
-    assert_validate_is_integer(model, fxq.convert(model), batch())
+    assert_validate_is_integer(model, fxq.convert(model), BATCH)
 
 
 # ---- scales -------------------------------------------------------------------------------------------------------------
@@ -171,10 +163,10 @@ def test_a_scale_is_a_float32_number(scale: float) -> None:
 @pytest.mark.parametrize("target", ["nash-e", "bayes-e"])
 def test_extreme_scales_saturate_alike_everywhere(scales: tuple[float, float], target: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SiLU(), nn.Conv2d(4, 2, 1))
-    ready = fxq.prepare(model, batch(), target)
+    ready = fxq.prepare(model, BATCH, target)
     names = list(fxq.qparams(ready))
     fxq.set_qparams(ready, {name: scales[index % 2] for index, name in enumerate(names)})
-    assert_validate_is_integer(ready, fxq.convert(ready), batch())
+    assert_validate_is_integer(ready, fxq.convert(ready), BATCH)
 
 
 def test_a_multiplier_beyond_float32_is_the_largest_one() -> None:

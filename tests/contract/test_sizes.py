@@ -19,7 +19,7 @@ from fxquant.ops.sampling import resize
 from fxquant.primitives import varying
 from fxquant.primitives.varying import COUNTED
 from tests.shared.contract import assert_train_is_validate
-from tests.shared.networks import Network, written
+from tests.shared.networks import Network, members, written
 
 BATCH, HEIGHT, WIDTH, LENGTH = Dim("batch"), Dim("height", max=96), Dim("width", max=80), Dim("length", max=64)
 IMAGES: Any = ({0: BATCH, 2: HEIGHT, 3: WIDTH},)
@@ -29,40 +29,26 @@ EVEN = [(2, 3, 24, 40), (1, 3, 32, 16), (1, 3, 96, 80), (3, 3, 8, 12), (1, 3, 48
 SENTENCES = [(2, 12), (1, 1), (3, 7), (1, 64), (2, 33)]
 
 
-class Scaled(nn.Module):
+@members(
+    lambda: dict(first=nn.Conv2d(3, 8, 3, 2, 1), gate=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 1)), head=nn.Linear(8, 4))
+)
+def Scaled(self, x: Tensor) -> Any:
     """Squeeze and excitation, pools and a head over the mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.gate, self.head = (
-            nn.Conv2d(3, 8, 3, 2, 1),
-            nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 1)),
-            nn.Linear(8, 4),
-        )
-
-    def forward(self, x: Tensor) -> Any:
-        x = F.max_pool2d(torch.relu(self.first(x)), 3, 2, 1)
-        x = F.avg_pool2d(x * self.gate(x).sigmoid(), 3, 1, 1)
-        return self.head(x.mean((2, 3))), F.pixel_shuffle(x, 2)
+    x = F.max_pool2d(torch.relu(self.first(x)), 3, 2, 1)
+    x = F.avg_pool2d(x * self.gate(x).sigmoid(), 3, 1, 1)
+    return self.head(x.mean((2, 3))), F.pixel_shuffle(x, 2)
 
 
-class Decoder(nn.Module):
+@members(
+    lambda mode, factor=None: dict(
+        first=nn.Conv2d(3, 8, 3, 1, 1), second=nn.Conv2d(8, 8, 3, 2, 1), head=nn.Conv2d(16, 2, 1), mode=mode, factor=factor
+    )
+)
+def Decoder(self, x: Tensor) -> Tensor:
     """Features that are enlarged to the size of others, by a factor, or to the input's size."""
-
-    def __init__(self, mode: str, factor: float | None = None) -> None:
-        super().__init__()
-        self.first, self.second, self.head, self.mode, self.factor = (
-            nn.Conv2d(3, 8, 3, 1, 1),
-            nn.Conv2d(8, 8, 3, 2, 1),
-            nn.Conv2d(16, 2, 1),
-            mode,
-            factor,
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        fine = torch.relu(self.first(x))
-        size = None if self.factor else fine.shape[2:]
-        return self.head(torch.cat([fine, F.interpolate(self.second(fine), size, self.factor, self.mode)], 1))
+    fine = torch.relu(self.first(x))
+    size = None if self.factor else fine.shape[2:]
+    return self.head(torch.cat([fine, F.interpolate(self.second(fine), size, self.factor, self.mode)], 1))
 
 
 class Attention(nn.Module):

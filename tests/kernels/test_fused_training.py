@@ -1,7 +1,6 @@
 """Fused training gives what the primitives give, one by one: bits forward, gradients backward; and it keeps fewer bits."""
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from fractions import Fraction
@@ -24,7 +23,7 @@ from fxquant.training import fused_elementwise, fused_layers
 from fxquant.training.fused_layers import Accumulator, Gradients, Passes, Rounded, form_of
 from tests.shared import contract
 from tests.shared.contract import compiled
-from tests.shared.networks import members
+from tests.shared.networks import copies, members
 
 TOLERANCE = 2e-6  # of the largest gradient: float32 sums of a few thousand terms in another order
 IN_C = pytest.mark.skipif(isinstance(native.training_library(), str), reason="a C compiler was not found")
@@ -50,8 +49,8 @@ def images(seed: int = 0) -> Tensor:
     return torch.randn(8, 3, 28, 24, generator=torch.Generator().manual_seed(seed))
 
 
-@functools.cache
-def _prepared(target: str) -> fx.GraphModule:
+@copies
+def prepared_on(target: str) -> fx.GraphModule:
     torch.manual_seed(0)
     model = Network()
     with torch.no_grad():
@@ -60,10 +59,6 @@ def _prepared(target: str) -> fx.GraphModule:
     prepared = compiled(model.eval(), [images()], target).prepared
     fxq.set_state(prepared, "train")
     return prepared.train()
-
-
-def prepared_on(target: str) -> fx.GraphModule:
-    return copy.deepcopy(_prepared(target))
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Training of today: mixed precision, accumulated gradients, averaged models, compilation, and going on after a kill."""
 
 import copy
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,14 @@ from torch.nn import functional as F
 import fxquant as fxq
 from tests.prepared.test_training import Net, batches, config
 from tests.shared import contract
-from tests.shared.networks import to_train, to_validate
+from tests.shared.networks import copies, to_train, to_validate
 
 TARGETS = torch.arange(8) % 4
 SCALES = {"learned": "learned", "statistics": "statistics", "lsq+": "tqt", "pact": "learned"}  # of activations, and of weights
 
 
-@functools.cache
-def calibrated(activations: str, host: str | None, batch_norm: str) -> fx.GraphModule:
+@copies
+def student(activations: str = "learned", host: str | None = None, batch_norm: str = "live") -> fx.GraphModule:
     torch.manual_seed(3)
     mapping = fxq.QConfigMapping(config(activations, SCALES[activations], bits=4))
     prepared = fxq.prepare(
@@ -28,10 +27,6 @@ def calibrated(activations: str, host: str | None, batch_norm: str) -> fx.GraphM
     )
     fxq.calibrate(prepared, batches())
     return to_train(prepared)
-
-
-def student(activations: str = "learned", host: str | None = None, batch_norm: str = "live") -> fx.GraphModule:
-    return copy.deepcopy(calibrated(activations, host, batch_norm))
 
 
 def step(prepared: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:

@@ -1,7 +1,5 @@
 """Scales in training: LSQ, LSQ+, PACT and TQT number by number, statistics, powers of two, freezing, loading, and the contract after it."""
 
-import copy
-import functools
 import io
 import itertools
 import math
@@ -20,7 +18,7 @@ from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightScale
 from tests.shared import contract
 from tests.shared.contract import assert_contract
-from tests.shared.networks import to_train, to_validate, written
+from tests.shared.networks import copies, to_train, to_validate, written
 
 MODES = ("statistics", "learned", "frozen")
 
@@ -57,14 +55,10 @@ def config(
     )
 
 
-@functools.cache
-def once_calibrated(qconfig: fxq.QConfig, target: str, **options: Any) -> fx.GraphModule:
+@copies
+def calibrated(qconfig: fxq.QConfig, target: str = "bayes-e", **options: Any) -> fx.GraphModule:
     torch.manual_seed(3)
     return fxq.calibrate(fxq.prepare(Net(), batches()[0], target, qconfig, options=fxq.Options(**options)), batches())
-
-
-def calibrated(qconfig: fxq.QConfig, target: str = "bayes-e", **options: Any) -> fx.GraphModule:
-    return copy.deepcopy(once_calibrated(qconfig, target, **options))
 
 
 def train(prepared: fx.GraphModule, steps: int = 4, learning_rate: float = 0.02, optimizer: Any = None) -> None:
@@ -348,12 +342,8 @@ def test_a_model_saved_between_observing_and_setting_its_scales_goes_on(tmp_path
 ON_SCALES = fxq.QConfig(fxq.ActivationConfig("int8"))  # the output too
 
 
+@copies
 def skips(qconfig: fxq.QConfig = ON_SCALES) -> fx.GraphModule:
-    return copy.deepcopy(skipping(qconfig))
-
-
-@functools.cache
-def skipping(qconfig: fxq.QConfig) -> fx.GraphModule:
     torch.manual_seed(0)
     return contract.calibrated(skip_model(), [images()], "nash-e", qconfig)
 

@@ -1,5 +1,8 @@
 """Small networks of one function and its members, steps that tests take with them, and the whole contract in one call."""
 
+import copy
+import functools
+import inspect
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,6 +61,19 @@ def members(named: Callable[..., dict[str, Any]], seed: int | None = None) -> Ca
         return model
 
     return class_of
+
+
+def copies(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function give a copy of what it makes once of the same arguments."""
+    made, signature = functools.cache(make), inspect.signature(make)
+
+    @functools.wraps(make)
+    def copied(*arguments: Any, **options: Any) -> Any:
+        bound = signature.bind(*arguments, **options)
+        bound.apply_defaults()
+        return copy.deepcopy(made(*bound.args, **bound.kwargs))
+
+    return copied
 
 
 def stored(value: Any, weights_only: bool = False) -> Any:

@@ -1,7 +1,5 @@
 """Cross-layer equalization: which channels may be multiplied, and through what; a change of scales and weights alone, and its gain."""
 
-import copy
-import functools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -268,14 +266,10 @@ def calibrated(model: nn.Module, target: str = "bayes-e", per_channel: bool = Tr
     return contract.calibrated(model, [image(seed) for seed in range(3)], target, qconfig, **options)
 
 
-@functools.cache
-def _equalized() -> fx.GraphModule:
-    return calibrated(rescaled())
-
-
+@networks.copies
 def equalized() -> fx.GraphModule:
     """The rescaled network, calibrated with factors."""
-    return copy.deepcopy(_equalized())
+    return calibrated(rescaled())
 
 
 @pytest.mark.sweep(1)

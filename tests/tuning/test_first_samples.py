@@ -1,7 +1,5 @@
 """Calibration by its first samples after the scales: biases take back what rounding shifts on average."""
 
-import copy
-import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.search import tune
 from tests.counts.networks import NETWORKS, built
 from tests.shared import contract
-from tests.shared.networks import Network
+from tests.shared.networks import Network, copies
 
 FOUR_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4"))
 
@@ -42,13 +40,9 @@ def batches(seed: int = 0) -> list[Tensor]:
     return [torch.rand(8, 3, 16, 16, generator=generator) for _ in range(8)]
 
 
-@functools.cache
-def _calibrated(target: str, correct_bias: bool | None, qconfig: fxq.QConfig | None) -> fx.GraphModule:
-    return contract.calibrated(network(), batches(), target, qconfig, correct_bias=correct_bias)
-
-
+@copies
 def calibrated(target: str, correct_bias: bool | None = None, qconfig: fxq.QConfig | None = None) -> fx.GraphModule:
-    return copy.deepcopy(_calibrated(target, correct_bias, qconfig))
+    return contract.calibrated(network(), batches(), target, qconfig, correct_bias=correct_bias)
 
 
 def unchanged(model: nn.Module, inputs: list[Tensor]) -> fx.GraphModule:

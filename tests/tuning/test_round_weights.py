@@ -1,7 +1,5 @@
 """Weights rounded together: what layers are sums of, errors that cancel, equal bits."""
 
-import copy
-import functools
 import itertools
 import logging
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from fxquant.accuracy.walk import Samples, Walk, bound_arguments, real_result, w
 from fxquant.accuracy.weights import ALONE, FLOOR, WINDOW, _Layer, output_effects
 from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
-from tests.shared.networks import Network
+from tests.shared.networks import Network, copies
 
 FOUR_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4"))
 
@@ -45,14 +43,10 @@ def network() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 6)).eval()
 
 
-@functools.cache
-def _prepared(target: str, round_weights: bool | None) -> fx.GraphModule:
-    return contract.calibrated(network(), BATCHES, target, FOUR_BITS, round_weights=round_weights)
-
-
+@copies
 def prepared_of(target: str = "bayes-e", round_weights: bool | None = None) -> fx.GraphModule:
     """The network, calibrated; weights are rounded by samples unless told."""
-    return copy.deepcopy(_prepared(target, round_weights))
+    return contract.calibrated(network(), BATCHES, target, FOUR_BITS, round_weights=round_weights)
 
 
 def by_itself(layer: nn.Module, x: Tensor) -> tuple[fx.GraphModule, fx.Node]:

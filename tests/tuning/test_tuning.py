@@ -21,7 +21,7 @@ from fxquant.accuracy.walk import layer_units
 from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
 from tests.shared.contract import compiled, same_state
-from tests.shared.networks import members, to_train, written
+from tests.shared.networks import copies, members, to_train, written
 
 Method = Callable[..., Any]
 STEPS = 20
@@ -69,16 +69,12 @@ def network() -> nn.Module:
     return model.eval()
 
 
-@functools.cache
-def _calibrated(network: nn.Module, target: str, activation: str | None, rounding: type[fxq.tuning.Rounding]) -> fx.GraphModule:
-    qconfig = fxq.QConfig(fxq.ActivationConfig(activation), fxq.WeightConfig("int4", rounding=rounding))
-    return compiled(network, LEARNED, target, qconfig).prepared
-
-
+@copies
 def calibrated(
     network: nn.Module, target: str = "bayes-e", activation: str | None = "int8", rounding: type[fxq.tuning.Rounding] = fxq.tuning.Nearest
 ) -> fx.GraphModule:
-    return copy.deepcopy(_calibrated(network, target, activation, rounding))
+    qconfig = fxq.QConfig(fxq.ActivationConfig(activation), fxq.WeightConfig("int4", rounding=rounding))
+    return compiled(network, LEARNED, target, qconfig).prepared
 
 
 def error(prepared: fx.GraphModule, network: nn.Module) -> float:
