@@ -49,9 +49,7 @@ WEIGHTS = {"channels": weights(), "one scale": weights(per_channel=False), "int4
 def test_every_form_of_a_layer_holds_half_a_step(target: str, qconfig: fxq.QConfig, tmp_path: Path) -> None:
     batch = torch.randn(2, 3, 6, 6)
     prepared, integer = contract.compiled(Layers(), [batch], target, qconfig)
-    contract.assert_validate_is_integer(prepared, integer, batch)
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,), (batch[:1],)])
-    contract.assert_train_is_validate(prepared, batch)
+    contract.assert_contract(prepared, tmp_path / "model.onnx", batch, integer=integer)
 
 
 @pytest.mark.usefixtures("default_outputs")
@@ -77,7 +75,9 @@ def test_a_layer_is_the_oracles(target: str, bias: bool, per_channel: bool) -> N
     ]
     assert resolve(integer, node.args[1].target).tolist() == output.weight
     assert resolve(integer, node.args[2].target).tolist() == held
-    sums = oracle.convolution(values[node.args[0].name].tolist(), output.weight, output.bias, [1, 1], [0, 0], [1, 1], 1)
+    sums = oracle.convolution(
+        *map(oracle.array, (values[node.args[0].name].tolist(), output.weight, output.bias)), [1, 1], [0, 0], [1, 1], 1
+    )
     assert values[result.name].tolist() == oracle.finished(sums, output, x, to, rules)
 
 
@@ -109,9 +109,7 @@ def test_a_prelu_keeps_the_contract_whether_steep_or_not(slopes: list[float], tm
     torch.manual_seed(4)
     batch = torch.randn(4, 3, 5)
     prepared, integer = contract.compiled(nn.Sequential(built), [batch], "bayes-e")
-    contract.assert_validate_is_integer(prepared, integer, batch)
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,)])
-    contract.assert_train_is_validate(prepared, batch)
+    contract.assert_contract(prepared, tmp_path / "model.onnx", batch, integer=integer)
     with torch.no_grad():
         near = bool((integer(batch) - built(batch)).square().mean() < 0.001 * built(batch).var())
     assert near == (max(map(abs, slopes)) <= 1)  # a steeper product saturates on the operand's grid, as the chip's does

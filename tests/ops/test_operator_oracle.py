@@ -24,7 +24,7 @@ from fxquant.target import Target
 from tests.shared import oracle
 from tests.shared.contract import compiled, graph_values
 from tests.shared.networks import members
-from tests.shared.oracle import Grid, Nested, Rules, at, each, nested, shape_of
+from tests.shared.oracle import Grid, Nested, Rules, array, at, each, nested, shape_of
 
 FLOOR = Target("floor", "int16 that is rounded down", FixedArithmetic("fixed", final_rounding="floor", widths=WIDTHS), ("int8", "int16"))
 
@@ -59,8 +59,8 @@ def Model(self, x: Tensor, y: Tensor) -> list[Tensor]:
 class Known:
     """Arguments of the oracle: centred integers, grids, the rules of the target, and real parameters."""
 
-    a: Nested
-    b: Nested
+    a: oracle.Array
+    b: oracle.Array
     x: Grid
     y: Grid
     to: Grid
@@ -97,7 +97,7 @@ class Known:
         return oracle.finished(sums(output.weight, output.bias), output, self.x, self.to, self.rules, transposed=out == 1, **after)
 
     def convolution(self, stride: int, padding: int, groups: int, **after: Any) -> Nested:
-        return self.layer(lambda w, b: oracle.convolution(self.a, w, b, [stride] * 2, [padding] * 2, [1, 1], groups), **after)
+        return self.layer(lambda w, b: oracle.convolution(self.a, array(w), array(b), [stride] * 2, [padding] * 2, [1, 1], groups), **after)
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,8 @@ def multiplied(facts: Known) -> Nested:
 
 def averages(facts: Known) -> Nested:
     """A kernel of 3, stride 2, padding 1 that is not counted, ceil mode."""
-    geometry = [3, 3], [2, 2], [1, 1], True
-    sums = oracle.sum_pool(facts.a, *geometry)
-    counts = oracle.window_counts(shape_of(facts.a)[2:], *geometry, False)
+    sums = oracle.taps(facts.a, [3, 3], [2, 2], [1, 1], [1, 2], [1, 1], 0).sum(-1)
+    counts = oracle.window_counts(shape_of(facts.a)[2:], [3, 3], [2, 2], [1, 1], True, False)
     on = facts.x, facts.to, facts.rules, True
     return nested(shape_of(sums), lambda index: oracle.averaged([at(sums, index)], at(counts, index[2:]), *on))
 
@@ -174,15 +173,10 @@ def planes(facts: Known, function: Callable[[list[int]], int]) -> Nested:
 
 def products(facts: Known) -> Nested:
     """a · bᵀ of every plane."""
-    sums = [
-        [oracle.linear(rows, columns, None) for rows, columns in zip(*pair, strict=True)] for pair in zip(facts.a, facts.b, strict=True)
-    ]
     step = facts.rules.product_step(facts.x.scale, facts.y.scale)
-    return facts.brought(sums, step, bits=oracle.bits_of_sum(4 * facts.x.magnitude * facts.y.magnitude), kind="matrix")
-
-
-def rows(facts: Known, weight: Nested, bias: list[int]) -> Nested:
-    return [[oracle.linear(plane, weight, bias) for plane in sample] for sample in facts.a]
+    return facts.brought(
+        facts.a @ facts.b.swapaxes(2, 3), step, bits=oracle.bits_of_sum(4 * facts.x.magnitude * facts.y.magnitude), kind="matrix"
+    )
 
 
 def joined(facts: Known) -> Nested:
@@ -317,14 +311,17 @@ CASES: dict[str, Case] = {
         False,
     ),
     "avg_pool": plain(lambda a, b: F.avg_pool2d(a, 3, 2, 1, True, False), averages),
-    "max_pool": plain(lambda a, b: F.max_pool2d(a, 2, 1, 1), lambda k: oracle.max_pool(k.a, [2, 2], [1, 1], [1, 1], [1, 1], False), False),
+    "max_pool": plain(
+        lambda a, b: F.max_pool2d(a, 2, 1, 1), lambda k: oracle.taps(k.a, [2, 2], *[[1, 1]] * 4, -(2**20)).max(-1).tolist(), False
+    ),
     "mean": plain(lambda a, b: a.mean((2, 3)), lambda k: planes(k, k.mean)),
     "sum": plain(lambda a, b: a.sum((2, 3)), lambda k: k.brought(planes(k, sum), k.x.scale)),
     "amax": plain(lambda a, b: torch.amax(a, 3), lambda k: [[[*map(max, plane)] for plane in sample] for sample in k.a], False),
     "adaptive_avg_pool": plain(
         lambda a, b: F.adaptive_avg_pool2d(a, (1, 2)),
         lambda k: each(
-            lambda total: oracle.averaged([total], 10, k.x, k.to, k.rules, True), oracle.sum_pool(k.a, [5, 2], [5, 2], [0, 0], False)
+            lambda total: oracle.averaged([total], 10, k.x, k.to, k.rules, True),
+            oracle.taps(k.a, [5, 2], [5, 2], [0, 0], [0, 0], [1, 1], 0).sum(-1),
         ),
     ),
     "scatter_add": plain(lambda a, b: torch.zeros_like(a).scatter_add(1, PLACES.view(1, 3, 1, 1).expand_as(a), a), brought_together),
@@ -341,14 +338,14 @@ CASES: dict[str, Case] = {
     "tanh": plain(lambda a, b: torch.tanh(a), table(math.tanh)),
     "exp": plain(lambda a, b: torch.exp(a), table(math.exp)),
     "matmul": plain(lambda a, b: a @ b, products),
-    "linear": layers(lambda: nn.Linear(4, 6), lambda k: k.layer(lambda w, b: rows(k, w, b), channels=3)),
+    "linear": layers(lambda: nn.Linear(4, 6), lambda k: k.layer(lambda w, b: k.a @ array(w).T + array(b), channels=3)),
     "conv": layers(lambda: nn.Conv2d(3, 4, 3, 2, 1), lambda k: k.convolution(2, 1, 1)),
     "conv_groups": layers(
         lambda: nn.Conv2d(3, 6, 2, groups=3), lambda k: k.convolution(1, 0, 3, clamp=(0.0, 1.0)), lambda m, a, b: m.layer(a).clamp(0, 1)
     ),
     "conv_transpose": layers(
         lambda: nn.ConvTranspose2d(3, 2, 3, 2, 1, 1),
-        lambda k: k.layer(lambda w, b: oracle.transposed_convolution(k.a, w, b, [2, 2], [1, 1], [1, 1]), out=1),
+        lambda k: k.layer(lambda w, b: oracle.transposed(k.a, array(w).swapaxes(0, 1), array(b), [2, 2], [1, 1], [1, 1], [1, 1], 1), out=1),
     ),
     "batch_norm": layers(batch_norm, by_channel),
     "residual_in_the_accumulator": layers(lambda: scaled_layer(nn.Conv2d(3, 3, 3, padding=1), 0.2), residual, added_after),
@@ -468,7 +465,7 @@ def test_every_operator_is_the_oracles(number: int) -> None:
         to, on_grid = grids[name] if case.own else x, qparams(node)
         assert on_grid is not None, name
         assert Fraction(float(on_grid.scale)) == to.scale, name
-        batches_given = Known(first.mT.tolist(), second.mT.tolist(), x, y, to, format.rules, model.operators[name])
+        batches_given = Known(array(first.mT.tolist()), array(second.mT.tolist()), x, y, to, format.rules, model.operators[name])
         assert len(values[node.name].unique()) > 3, name
         result = (values[node.name].long() - on_grid.zero_point).tolist()
         if result != case.expected(batches_given):

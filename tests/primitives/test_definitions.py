@@ -27,8 +27,8 @@ from fxquant.primitives import BY_NAME, PRIMITIVES
 from fxquant.primitives.record import FLOAT64_EXACT, Unproved, Value
 from tests.shared import oracle
 from tests.shared.c_cases import Case, cases
+from tests.shared.oracle import Array, taps
 
-Array = Any  # of Python's integers and exact fractions: numpy's indexing, and no arithmetic of its own
 SEEDS = 6
 CASES: dict[str, list[Case]] = {}
 for one in (case for seed in range(SEEDS) for case in cases(seed)):
@@ -58,22 +58,6 @@ def each(function: Callable[..., Any]) -> Callable[..., Array]:
 
 
 # ---- windows and places -----------------------------------------------------------------------------------------------
-ITEMS = slice(None), slice(None)  # and channels
-
-
-def taps(
-    x: Array, kernel: Sequence[int], stride: Sequence[int], begin: Sequence[int], end: Sequence[int], dilation: Any, fill: Any
-) -> Array:
-    """The elements of every window, in a last dimension of their own."""
-    padded = np.pad(x, [(0, 0), (0, 0), *zip(begin, end, strict=True)], constant_values=fill)
-    counts = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(padded.shape[2:], kernel, stride, dilation, strict=True)]
-    windows = []
-    for tap in itertools.product(*map(range, kernel)):
-        axes = [slice(t * d, t * d + s * (count - 1) + 1, s) for t, d, s, count in zip(tap, dilation, stride, counts, strict=True)]
-        windows.append(padded[ITEMS + tuple(axes)])
-    return np.stack(windows, -1)
-
-
 def pool_indices(
     x: Array, kernel: Any, stride: Any, begin: Any, end: Any, dilation: Any, sizes: Any, wide: bool, places: Any = None
 ) -> Array:
@@ -117,35 +101,9 @@ def crop(x: Array, dims: Any, starts: Any, stops: Any, steps: Any) -> Array:
 
 
 # ---- sums of products -------------------------------------------------------------------------------------------------
-def convolution(x: Array, weight: Array, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int, cut: Any = None) -> Array:
-    windows = taps(x, weight.shape[2:], stride, padding[: len(stride)], padding[-len(stride) :], dilation, 0)
-    parts = zip(np.split(windows, groups, 1), np.split(weight.reshape(*weight.shape[:2], -1), groups), strict=True)
-    result = [np.moveaxis(np.tensordot(window, factors, ((1, -1), (1, 2))), -1, 1) for window, factors in parts]
-    return plus(np.concatenate(result, 1), None if bias is None else bias.reshape(-1, *[1] * len(stride)))
-
-
-def transposed(x: Array, weight: Array, bias: Any, stride: Any, padding: Any, more: Any, dilation: Any, groups: int, *cut: Any) -> Array:
-    """Add each element times the kernel at the kernel's positions; positions in the padding are dropped."""
-    outputs, rank = weight.shape[1] * groups, len(stride)
-    sizes = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(x.shape[2:], stride, dilation, weight.shape[2:], strict=True)]
-    filled = np.full((len(x), outputs, *(n + m for n, m in zip(sizes, more, strict=True))), 0, dtype=object)
-    for tap in itertools.product(*map(range, weight.shape[2:])):
-        factors = weight[ITEMS + tap].reshape(groups, -1, weight.shape[1])
-        parts = zip(np.split(x, groups, 1), factors, strict=True)
-        sums = np.concatenate([np.moveaxis(np.tensordot(part, factor, (1, 0)), -1, 1) for part, factor in parts], 1)
-        axes = [slice(t * d, t * d + (n - 1) * s + 1, s) for t, d, n, s in zip(tap, dilation, x.shape[2:], stride, strict=True)]
-        filled[ITEMS + tuple(axes)] += sums
-    kept = [slice(p, n - p + m) for p, n, m in zip(padding, sizes, more, strict=True)]
-    return plus(filled[ITEMS + tuple(kept)], None if bias is None else bias.reshape(-1, *[1] * rank))
-
-
-def plus(total: Array, bias: Any) -> Array:
-    return total if bias is None else total + bias
-
-
 def scale_channels(x: Array, weight: Array, bias: Any, trailing: int) -> Array:
     shape = -1, *[1] * trailing
-    return plus(x * weight.reshape(shape), None if bias is None else bias.reshape(shape))
+    return oracle.plus(x * weight.reshape(shape), None if bias is None else bias.reshape(shape))
 
 
 def resize_linear(x: Array, rows: Any, columns: Any, bits: int, wide: bool, nearest: bool = True) -> Array:
@@ -213,12 +171,12 @@ def reduced(x: Array, dim: Sequence[int], keepdim: bool, operation: str) -> Arra
 
 
 DEFINITIONS: dict[str, Callable[..., Any]] = {
-    "convolution": convolution,
-    "convolution_wide": convolution,
-    "transposed_convolution": transposed,
-    "transposed_convolution_wide": transposed,
-    "linear": lambda x, w, b: plus(x @ w.T, b),
-    "linear_wide": lambda x, w, b: plus(x @ w.T, b),
+    "convolution": oracle.convolution,
+    "convolution_wide": oracle.convolution,
+    "transposed_convolution": oracle.transposed,
+    "transposed_convolution_wide": oracle.transposed,
+    "linear": lambda x, w, b: oracle.plus(x @ w.T, b),
+    "linear_wide": lambda x, w, b: oracle.plus(x @ w.T, b),
     "matrix_product": operator.matmul,
     "matrix_product_wide": operator.matmul,
     "scale_channels": scale_channels,

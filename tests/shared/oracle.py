@@ -1,7 +1,7 @@
 """The arithmetic of backends/bpu/ARITHMETIC.md and of CHIP.md once more, slowly: Python integers and exact fractions.
 
-Nothing here is shared with the implementation, and nothing is computed by torch: a tensor is a nested list,
-a float32 or float64 number is the `Fraction` that equals it, or a Python float where the definition says
+Nothing here is shared with the implementation, and nothing is computed by torch: a tensor is a nested list or an
+array of Python's numbers, a float32 or float64 number is the `Fraction` that equals it, or a Python float where the definition says
 IEEE float64. Every function follows the numbered section it names.
 """
 
@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
+
+import numpy as np
 
 HALF = Fraction(1, 2)
 SCALE_OF_ZEROS = Fraction(1, 2**23)
@@ -307,8 +309,8 @@ def at(values: Any, index: Sequence[int]) -> Any:
 
 
 def shape_of(values: Any) -> tuple[int, ...]:
-    """The lengths of a nested list."""
-    return (len(values), *shape_of(values[0])) if isinstance(values, list) else ()
+    """The lengths of a nested list, or of an array."""
+    return np.shape(values)
 
 
 def every(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -323,32 +325,51 @@ def nested(sizes: Sequence[int], element: Callable[[tuple[int, ...]], int], inde
     return [nested(sizes, element, (*index, position)) for position in range(sizes[len(index)])]
 
 
-def convolution(
-    input: Nested, weight: Nested, bias: list[int] | None,
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
-) -> Nested:  # fmt: skip
-    """Σ x·w + bias over every window; what lies outside the input is 0."""
-    batch, _, *spatial = shape_of(input)
-    outputs, inputs, *kernel = shape_of(weight)
-    sizes = [(size + 2 * p - d * (k - 1) - 1) // s + 1 for size, p, d, k, s in zip(spatial, padding, dilation, kernel, stride, strict=True)]
-
-    def element(index: tuple[int, ...]) -> int:
-        sample, channel, *position = index
-        group = channel // (outputs // groups)
-        total = 0 if bias is None else bias[channel]
-        for tap in every((inputs, *kernel)):
-            places = [o * s - p + d * t for o, s, p, d, t in zip(position, stride, padding, dilation, tap[1:], strict=True)]
-            if all(0 <= place < size for place, size in zip(places, spatial, strict=True)):
-                total += at(input, (sample, group * inputs + tap[0], *places)) * at(weight, (channel, *tap))
-        return total
-
-    return nested((batch, outputs, *sizes), element)
+Array = Any  # of Python's integers and exact fractions: numpy's indexing, and no arithmetic of its own
+ITEMS = slice(None), slice(None)  # and channels
 
 
-def linear(rows: list[list[int]], weight: list[list[int]], bias: list[int] | None) -> list[list[int]]:
-    """x · wᵀ + bias, row by row."""
-    offsets = [0] * len(weight) if bias is None else bias
-    return [[sum(x * w for x, w in zip(row, column, strict=True)) + b for column, b in zip(weight, offsets, strict=True)] for row in rows]
+def array(values: Nested) -> Array:
+    return np.array(values, dtype=object)
+
+
+def taps(
+    x: Array, kernel: Sequence[int], stride: Sequence[int], begin: Sequence[int], end: Sequence[int], dilation: Any, fill: Any
+) -> Array:
+    """The elements of every window, in a last dimension of their own."""
+    padded = np.pad(x, [(0, 0), (0, 0), *zip(begin, end, strict=True)], constant_values=array(fill))  # not of NumPy's integers
+    counts = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(padded.shape[2:], kernel, stride, dilation, strict=True)]
+    windows = []
+    for tap in itertools.product(*map(range, kernel)):
+        axes = [slice(t * d, t * d + s * (count - 1) + 1, s) for t, d, s, count in zip(tap, dilation, stride, counts, strict=True)]
+        windows.append(padded[ITEMS + tuple(axes)])
+    return np.stack(windows, -1)
+
+
+def plus(total: Array, bias: Any) -> Array:
+    return total if bias is None else total + bias
+
+
+def convolution(x: Array, weight: Array, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int, cut: Any = None) -> Array:
+    windows = taps(x, weight.shape[2:], stride, padding[: len(stride)], padding[-len(stride) :], dilation, 0)
+    parts = zip(np.split(windows, groups, 1), np.split(weight.reshape(*weight.shape[:2], -1), groups), strict=True)
+    result = [np.moveaxis(np.tensordot(window, factors, ((1, -1), (1, 2))), -1, 1) for window, factors in parts]
+    return plus(np.concatenate(result, 1), None if bias is None else bias.reshape(-1, *[1] * len(stride)))
+
+
+def transposed(x: Array, weight: Array, bias: Any, stride: Any, padding: Any, more: Any, dilation: Any, groups: int, *cut: Any) -> Array:
+    """Add each element times the kernel at the kernel's positions; positions in the padding are dropped."""
+    outputs, rank = weight.shape[1] * groups, len(stride)
+    sizes = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(x.shape[2:], stride, dilation, weight.shape[2:], strict=True)]
+    filled = np.full((len(x), outputs, *(n + m for n, m in zip(sizes, more, strict=True))), 0, dtype=object)
+    for tap in itertools.product(*map(range, weight.shape[2:])):
+        factors = weight[ITEMS + tap].reshape(groups, -1, weight.shape[1])
+        parts = zip(np.split(x, groups, 1), factors, strict=True)
+        sums = np.concatenate([np.moveaxis(np.tensordot(part, factor, (1, 0)), -1, 1) for part, factor in parts], 1)
+        axes = [slice(t * d, t * d + (n - 1) * s + 1, s) for t, d, n, s in zip(tap, dilation, x.shape[2:], stride, strict=True)]
+        filled[ITEMS + tuple(axes)] += sums
+    kept = [slice(p, n - p + m) for p, n, m in zip(padding, sizes, more, strict=True)]
+    return plus(filled[ITEMS + tuple(kept)], None if bias is None else bias.reshape(-1, *[1] * rank))
 
 
 def split(value: int, bits: int) -> tuple[int, int]:
@@ -373,35 +394,6 @@ def window_starts(size: int, kernel: int, stride: int, padding: int, dilation: i
             return starts
         starts.append(start)
     raise AssertionError
-
-
-def max_pool(
-    input: Nested, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], ceil_mode: bool
-) -> Nested:
-    """The maximum of the elements of the input in each window."""
-    batch, channels, *spatial = shape_of(input)
-    starts = [window_starts(*row, ceil_mode) for row in zip(spatial, kernel, stride, padding, dilation, strict=True)]
-
-    def element(index: tuple[int, ...]) -> int:
-        first = [along[position] for along, position in zip(starts, index[2:], strict=True)]
-        taps = ([f + d * t for f, d, t in zip(first, dilation, tap, strict=True)] for tap in every(kernel))
-        inside = (places for places in taps if all(0 <= place < size for place, size in zip(places, spatial, strict=True)))
-        return max(at(input, (*index[:2], *places)) for places in inside)
-
-    return nested((batch, channels, *(len(along) for along in starts)), element)
-
-
-def sum_pool(input: Nested, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil_mode: bool) -> Nested:
-    """The sum of the elements of the input in each window."""
-    batch, channels, *spatial = shape_of(input)
-    starts = [window_starts(size, k, s, p, 1, ceil_mode) for size, k, s, p in zip(spatial, kernel, stride, padding, strict=True)]
-
-    def element(index: tuple[int, ...]) -> int:
-        first = [along[position] for along, position in zip(starts, index[2:], strict=True)]
-        places = itertools.product(*(range(max(f, 0), min(f + k, size)) for f, k, size in zip(first, kernel, spatial, strict=True)))
-        return sum(at(input, (*index[:2], *place)) for place in places)
-
-    return nested((batch, channels, *(len(along) for along in starts)), element)
 
 
 def window_counts(
@@ -906,28 +898,6 @@ def finished(
         return requantized(total + lift(channel, to), step, to, rules, clamp, bits, layer_of(x))
 
     return nested(shape_of(sums), element)
-
-
-def transposed_convolution(
-    input: Nested, weight: Nested, bias: list[int], stride: Sequence[int], padding: Sequence[int], output_padding: Sequence[int]
-) -> Nested:
-    """Σ x·w + bias over the taps that meet each output: input place i and tap t meet i · stride - padding + t. weight: [out, in, …]."""
-    batch, _, *spatial = shape_of(input)
-    outputs, inputs, *kernel = shape_of(weight)
-    sizes = [
-        (size - 1) * s - 2 * p + k + extra for size, s, p, k, extra in zip(spatial, stride, padding, kernel, output_padding, strict=True)
-    ]
-
-    def element(index: tuple[int, ...]) -> int:
-        sample, channel, *position = index
-        total = bias[channel]
-        for source in every((inputs, *spatial)):
-            tap = [o - i * s + p for o, i, s, p in zip(position, source[1:], stride, padding, strict=True)]
-            if all(0 <= t < k for t, k in zip(tap, kernel, strict=True)):
-                total += at(input, (sample, *source)) * at(weight, (channel, source[0], *tap))
-        return total
-
-    return nested((batch, outputs, *sizes), element)
 
 
 def each(function: Callable[..., int], *tensors: Nested) -> Nested:
