@@ -26,6 +26,7 @@ from tests.quantization.test_observers import observed
 from tests.shared import contract, oracle
 from tests.shared.contract import compiled, graph_values
 from tests.shared.drawn import float32
+from tests.shared.networks import descend, to_train, to_validate
 
 pytestmark = pytest.mark.usefixtures("default_outputs")
 
@@ -90,10 +91,8 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.left, self.right = nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.Conv2d(8, 8, 1)
-        self.slope = nn.PReLU(8)
-        self.up = nn.ConvTranspose2d(16, 4, 2, stride=2)
-        self.head = nn.Linear(16 * 9, 5)
+        self.left, self.right, self.slope = nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.Conv2d(8, 8, 1), nn.PReLU(8)
+        self.up, self.head = nn.ConvTranspose2d(16, 4, 2, stride=2), nn.Linear(16 * 9, 5)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.norm(self.stem(x)).relu()
@@ -211,28 +210,20 @@ def test_sums_are_proved_for_the_whole_grid() -> None:
 
 
 # ---- how a grid is found --------------------------------------------------------------------------------------------
-def skewed(count: int = 20_000) -> Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(3)).exp() - 0.5
-
-
 def error(values: Tensor, low: Tensor, high: Tensor) -> float:
     scale, zero_point = grid_from_range(low, high, UINT8)
     built = Grid(UINT8, scale, int(zero_point))
     return float((built.dequantize(built.quantize(values)) - values).double().square().mean())
 
 
-def test_the_histogram_finds_the_interval_of_least_error() -> None:
-    values = skewed()
+def test_the_histogram_finds_the_interval_of_least_error_and_a_percentile_covers_its_share() -> None:
+    values = torch.randn(20_000, generator=torch.Generator().manual_seed(3)).exp() - 0.5
     low, high = observed(fxq.observers.MSEObserver(), *values.split(3000)).interval(UINT8)
     best = error(values, low, high)
     assert best <= error(values, values.min(), values.max())
     assert best < 0.5 * error(values, *(torch.tensor(sign) * values.abs().max() for sign in (-1.0, 1.0)))
     for more, less in ((0.97, 1.0), (1.03, 1.0), (1.0, 0.8), (1.0, 1.25)):
         assert best < 1.01 * error(values, low * less, high * more)
-
-
-def test_a_percentile_covers_its_share() -> None:
-    values = skewed()
     low, high = observed(fxq.observers.PercentileObserver(99.0), values).interval(UINT8)
     assert 0.985 < float(((values >= low) & (values <= high)).float().mean()) <= 0.995
     assert float(low) == pytest.approx(float(values.min()), abs=0.05)
@@ -257,15 +248,15 @@ def layers(**settings: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3))
     config = fxq.QConfig(fxq.ActivationConfig("uint8", **settings))
-    prepared = fxq.prepare(model, batch(), "x86", config)
-    fxq.calibrate(prepared, [batch(seed=seed) for seed in range(2)])
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    return prepared.train()
+    return to_train(fxq.calibrate(fxq.prepare(model, batch(), "x86", config), [batch(seed=seed) for seed in range(2)]))
 
 
-def test_statistics_move_the_scale_and_the_zero_point() -> None:
+def test_statistics_move_the_scale_and_the_zero_point_and_neither_drifts_while_the_range_stays() -> None:
     prepared = layers(observer=fxq.observers.MinMaxObserver)
     before = fxq.qparams(prepared)["input_1_quantize"]
+    for _ in range(5):
+        prepared(batch())
+    assert fxq.qparams(prepared)["input_1_quantize"] == before
     prepared(batch() * 2 + 6)
     scale, zero_point = fxq.qparams(prepared)["input_1_quantize"]
     seen = torch.cat([batch(seed=seed).flatten() for seed in range(2)] + [(batch() * 2 + 6).flatten()])
@@ -273,21 +264,10 @@ def test_statistics_move_the_scale_and_the_zero_point() -> None:
     assert before != (scale, zero_point) == pytest.approx((float(wanted[0]), wanted[1]), rel=1e-6)
 
 
-def test_a_zero_point_does_not_drift_while_the_range_stays() -> None:
-    prepared = layers(observer=fxq.observers.MinMaxObserver)
-    before = fxq.qparams(prepared)["input_1_quantize"]
-    for _ in range(5):
-        prepared(batch())
-    assert fxq.qparams(prepared)["input_1_quantize"] == before
-
-
 def test_a_learned_scale_holds_its_zero_point() -> None:
     prepared = layers(training="learned")
     before = fxq.qparams(prepared)
-    optimizer = torch.optim.SGD(prepared.parameters(), 0.5)
-    for _ in range(2):
-        prepared(batch()).square().sum().backward()
-        optimizer.step()
+    descend(prepared, [batch()] * 2, 0.5, lambda output: output.square().sum())
     after = fxq.qparams(prepared)
     assert all(after[name][1] == zero_point for name, (_, zero_point) in before.items())
     assert any(after[name][0] != scale for name, (scale, _) in before.items())
@@ -316,9 +296,7 @@ def test_a_state_dict_holds_zero_points(training: str) -> None:
     assert fxq.qparams(prepared)["_2"] == (pytest.approx(0.03), 77)
     other.load_state_dict(prepared.state_dict())
     assert fxq.qparams(other) == fxq.qparams(prepared)
-    fxq.set_state(prepared, fxq.State.VALIDATE)
-    fxq.set_state(other, fxq.State.VALIDATE)
-    assert torch.equal(prepared.eval()(batch()), other.eval()(batch()))
+    assert torch.equal(to_validate(prepared)(batch()), to_validate(other)(batch()))
 
 
 def test_qparams_are_what_set_qparams_takes() -> None:

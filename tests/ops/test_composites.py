@@ -98,8 +98,7 @@ def test_the_parts_together_are_the_float_function(name: str) -> None:
 def test_training_moves_inner_scales_but_not_a_given_one() -> None:
     prepared, _ = compiled(head(), [rows()], "bayes-e")
     before = fxq.qparams(prepared)
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    to_train(prepared)
     prepared(4 * rows(seed=2)).square().sum().backward()
     after = fxq.qparams(prepared)
     assert after["softmax_exp"] == before["softmax_exp"] == 2.0**-15
@@ -143,14 +142,10 @@ def test_the_logarithm_of_a_masked_softmax_stays_whole(name: str) -> None:
     assert because in whole(model, rows(), "log_softmax")
 
 
-REPEATED: dict[str, Callable[[Tensor], Tensor]] = {
-    "by a dimension more": lambda x: F.cosine_similarity(x, torch.tensor([1.0, -2.0, 3.0, 4.0]), -1),
-    "beside the dimension": lambda x: F.cosine_similarity(x, x[:, :, :1], 1),
-}
-
-
 def test_the_operands_of_a_similarity_are_repeated_beside_its_dimension() -> None:
-    model, x = Network(lambda _, x: [function(x) for function in REPEATED.values()]), torch.rand(8, 3, 4) + 0.5
+    """By a dimension more, and beside the dimension."""
+    other, x = torch.tensor([1.0, -2.0, 3.0, 4.0]), torch.rand(8, 3, 4) + 0.5
+    model = Network(lambda _, x: [F.cosine_similarity(x, other, -1), F.cosine_similarity(x, x[:, :, :1], 1)])
     prepared, integer = compiled(model, [x])
     for actual, expected in zip(integer(x), model(x), strict=True):
         assert float((actual - expected).abs().max()) < 0.03
@@ -181,9 +176,7 @@ def test_a_recurrence_has_one_grid_for_its_state(target: str, tmp_path: Path) ->
     layers = {"rnn": nn.RNN(12, 8, batch_first=True), "out": nn.Linear(8, 4)}
     model, example = Network(lambda m, x: [m.out((both := m.rnn(x))[0]), both[1]], **layers).eval(), rows()[:, :3]
     prepared, integer = compiled(model, [example], target)
-    contract.assert_validate_is_integer(prepared, integer, example)
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(example,), (example[:1],)])
-    contract.assert_train_is_validate(prepared, example)
+    contract.assert_contract(prepared, tmp_path / "model.onnx", example, integer=integer)
     operators = quantized_operators(prepared)
     states = [operator for name, operator in operators.items() if operator.operator.name == "tanh"]
     assert len(states) == 2
@@ -328,17 +321,12 @@ def left(net: nn.Module, example: Tensor) -> str:
     return fxq.explain(prepared)
 
 
-def test_as_many_steps_as_the_batch_is_large_stay_in_float_and_say_so() -> None:
+def test_as_many_steps_as_the_batch_is_large_and_a_first_state_that_is_a_parameter_stay_in_float_and_say_so() -> None:
+    first = nn.Parameter(torch.randn(1, 5))
+    learned = Network(lambda m, x: m.cell(x[0, :1], m.first), cell=nn.RNNCell(6, 5), first=first)
+    assert "its initial state is a parameter" in left(learned, sequences(steps=2))
     for layer in (nn.LSTM(6, 5), nn.LSTM(6, 5, 2, dropout=0.1), nn.RNN(6, 5)):
         assert "the number of its steps, B, depends on the batch size" in left(nn.Sequential(layer), sequences(steps=2))
-
-
-def test_a_first_state_that_is_a_parameter_stays_in_float_and_says_so() -> None:
-    @members(lambda: dict(cell=nn.RNNCell(6, 5), first=nn.Parameter(torch.randn(1, 5))))
-    def Learned(self, x: Tensor) -> Tensor:
-        return self.cell(x[0, :1], self.first)  # type: ignore[no-any-return]
-
-    assert "its initial state is a parameter" in left(Learned(), sequences(steps=2))
 
 
 @pytest.mark.sweep(2)

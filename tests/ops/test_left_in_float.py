@@ -28,14 +28,9 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 OF_INTEGERS: dict[str, Callable[[Tensor], Any]] = {
-    "fmod": lambda n: torch.fmod(n, 4),
-    "sign": torch.sign,
-    "amax": lambda n: n.amax(1),
-    "amin": lambda n: n.amin((1, 2)),
-    "argmin": lambda n: n.argmin(1) + 1,
-    "max_along": lambda n: n.max(1),
-    "min_along": lambda n: n.min(2)[0] * 2,
-}
+    "fmod": lambda n: torch.fmod(n, 4), "sign": torch.sign, "amax": lambda n: n.amax(1), "amin": lambda n: n.amin((1, 2)),
+    "argmin": lambda n: n.argmin(1) + 1, "max_along": lambda n: n.max(1), "min_along": lambda n: n.min(2)[0] * 2,
+}  # fmt: skip
 
 BAGS: dict[str, Callable[[], nn.Module]] = {
     "leave out the rows of its padding_idx": lambda: Network(
@@ -139,8 +134,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
     "lists of the batch": ("it indexes the batch by a list", lambda m, x: x[[0, 1], [1, 2]]),
     "counts of the batch": ("it counts over the batch", lambda m, x: torch.count_nonzero(x > 0, 0)),
     "what is accumulated": (
-        "accumulates values at one index",
-        lambda m, x: x.index_put((torch.tensor([0, 0]),), x[:1].expand(2, -1, -1, -1), accumulate=True),
+        "accumulates values at one index", lambda m, x: x.index_put((torch.tensor([0, 0]),), x[:1].expand(2, -1, -1, -1), accumulate=True),
     ),
 }  # fmt: skip
 

@@ -27,12 +27,9 @@ from tests.shared.networks import members
 Forward = Callable[..., Any]
 
 FORMATS = (
-    ("bayes-e", "int8", "int8"),
-    ("nash-e", "int8", "int8"),
-    ("bayes-e", "int16", "int8"),
-    ("nash-e", "int16", "int16"),
+    ("bayes-e", "int8", "int8"), ("nash-e", "int8", "int8"), ("bayes-e", "int16", "int8"), ("nash-e", "int16", "int16"),
     ("x86", "uint8", "int8"),
-)
+)  # fmt: skip
 
 
 def covering(activation: str = "int8", weight: str = "int8") -> fxq.QConfig:

@@ -16,7 +16,7 @@ from fxquant.ops import BY_NAME, FUNCTIONS, OPERATORS, operator_of
 from fxquant.ops.elementwise.table import curve, same_as
 from tests.shared import contract
 from tests.shared.contract import compiled
-from tests.shared.networks import Network, members
+from tests.shared.networks import Network, members, to_train
 
 
 @members(lambda function: dict(conv=nn.Conv2d(3, 4, 3), function=function))
@@ -142,23 +142,15 @@ STAY: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "a gate": (lambda x: x * F.hardsigmoid(x.mean((2, 3), keepdim=True)), ["conv2d", "mean", "hardsigmoid", "mul"]),
     "a square": (lambda x: (x * x).sum(1), ["conv2d", "mul", "sum"]),
     "a read tensor": (lambda x: (y := torch.exp(x), torch.tanh(y) + y.flip(1))[1], ["conv2d", "exp", "tanh", "flip", "add"]),
+    "a read part": (lambda x: x * (y := torch.sigmoid(x)) + y.flip(1), ["conv2d", "sigmoid", "curve", "flip", "add"]),
 }
 
 
 @pytest.mark.parametrize("name", STAY)
-def test_what_gains_nothing_stays_as_it_is(name: str) -> None:
+def test_what_gains_nothing_or_is_read_by_others_stays_as_it_is(name: str) -> None:
     function, names = STAY[name]
     model, batches = seeded(function)
     assert names_of(model, batches[0]) == names
-
-
-def test_a_part_that_others_read_is_computed_for_them() -> None:
-    def shared(x: Tensor) -> Tensor:
-        y = torch.sigmoid(x)
-        return x * y + y.flip(1)
-
-    model, batches = seeded(shared)
-    assert names_of(model, batches[0]) == ["conv2d", "sigmoid", "curve", "flip", "add"]
 
 
 def test_the_table_holds_the_function_at_every_point_of_the_grid(tmp_path: Path) -> None:
@@ -174,8 +166,7 @@ def test_the_table_holds_the_function_at_every_point_of_the_grid(tmp_path: Path)
 def test_training_has_gradients_on_both_sides() -> None:
     model, batches = seeded(gamma)
     prepared = fxq.calibrate(fxq.prepare(model, batches[0], target="nash-e"), batches)
-    fxq.set_state(prepared, "train")
-    prepared.train()
+    to_train(prepared)
     x = batches[0].clone().requires_grad_()
     (prepared(x) * torch.linspace(0, 1, 36).view(6, 6)).sum().backward()
     assert bool(torch.isfinite(x.grad).all())

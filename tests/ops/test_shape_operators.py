@@ -70,32 +70,27 @@ def network(body: Body) -> nn.Module:
     return Net(body).eval()
 
 
-def batches() -> list[tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(batch, 3, 8, 8, generator=generator),) for batch in (4, 6)]
-
-
 def left_in_float(body: Body, target: str) -> dict[str, str]:
     """The reasons of the nodes that stay in float, by name."""
-    graph = fxq.prepare(network(body), batches()[0], target, until="specs.annotate").graph
+    graph = fxq.prepare(network(body), BATCHES[0], target, until="specs.annotate").graph
     return {node.name: spec.because for node in graph.nodes if (spec := annotation(node)) is not None and spec.dtype is None}
 
 
 def assert_within(body: Body, target: str, path: Path, steps: float) -> None:
     """The body is integer as a whole, agrees with itself everywhere, and is within `steps` of its float function."""
     assert left_in_float(body, target) == {}
-    prepared, integer = contract.compiled(network(body), batches(), target)
-    contract.assert_integer_is_onnx(integer, path / "model.onnx", batches())
-    contract.assert_validate_is_integer(prepared, integer, *batches()[0])
-    source, *output = contract.flat(integer(*batches()[0]))
+    prepared, integer = contract.compiled(network(body), BATCHES, target)
+    contract.assert_integer_is_onnx(integer, path / "model.onnx", BATCHES)
+    contract.assert_validate_is_integer(prepared, integer, *BATCHES[0])
+    source, *output = contract.flat(integer(*BATCHES[0]))
     expected = contract.flat(body(source))
     if steps == 0:
         assert contract.all_equal(output, expected)
     step = max(grid.scale for node in integer.graph.nodes if (grid := qparams(node)) is not None)
     for one, other in zip(output, expected, strict=True):
         assert float((one - other).abs().max()) <= steps * step + 1e-6
-    contract.assert_train_is_validate(prepared, *batches()[0])
-    contract.assert_gradients_reach_every_parameter(prepared, *batches()[0])
+    contract.assert_train_is_validate(prepared, *BATCHES[0])
+    contract.assert_gradients_reach_every_parameter(prepared, *BATCHES[0])
 
 
 @members(lambda bodies: dict(bodies=bodies, modules_of_bodies=nn.ModuleList(body for body in bodies if isinstance(body, nn.Module))))
@@ -117,8 +112,8 @@ def test_eight_fraction_bits_keep_the_contract_in_float32(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("default_outputs")
 def test_infinity_pads_with_the_largest_integer() -> None:
-    _, integer = contract.compiled(network(lambda x: F.pad(x, (1, 1), value=-math.inf)), batches())
-    source, padded = integer(*batches()[0])
+    _, integer = contract.compiled(network(lambda x: F.pad(x, (1, 1), value=-math.inf)), BATCHES)
+    source, padded = integer(*BATCHES[0])
     scale = max(grid.scale for node in integer.graph.nodes if node.name == "pad" and (grid := qparams(node)) is not None)
     assert torch.equal(padded[..., 1:-1], source)
     assert bool((padded[..., 0] == torch.tensor(-128.0) * torch.tensor(scale)).all())
@@ -126,6 +121,8 @@ def test_infinity_pads_with_the_largest_integer() -> None:
 
 # ---- the vectors and matrices of resizing -----------------------------------------------------------------------------
 AXES = [(length, size, None) for length in (1, 2, 5, 8, 13) for size in (1, 3, 8, 26)] + [(9, None, factor) for factor in (0.4, 1.3, 2.0)]
+PLANES = torch.randn(7, 3, 4, 5, generator=torch.Generator().manual_seed(1)).split(4)
+BATCHES = [(x,) for x in torch.randn(10, 3, 8, 8, generator=torch.Generator().manual_seed(1)).split([4, 6])]
 
 
 def weights_of(length: int, size: int | None, factor: float | None, align_corners: bool, bits: int) -> Tensor:
@@ -201,11 +198,6 @@ def live(function: Callable[[Tensor], Any]) -> nn.Module:
     return Network(lambda m, x: function(m.layer(x)), layer=nn.Conv2d(3, 3, 1)).eval()
 
 
-def planes() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(count, 3, 4, 5, generator=generator) for count in (4, 3)]
-
-
 def test_a_sum_whose_terms_are_not_known_is_not_proved() -> None:
     one, bounds = torch.ones((), dtype=torch.float64), PRIMITIVES[selection.sum_along].bounds
     assert bounds is not None
@@ -226,11 +218,11 @@ def test_places_are_written_at_every_opset(opset: int, tmp_path: Path) -> None:
             torch.zeros_like(x).scatter(1, x.argmax(1, keepdim=True), 1.0),
         )
 
-    prepared, integer = contract.compiled(live(brought), planes())
+    prepared, integer = contract.compiled(live(brought), PLANES)
     assert "none is left in float" in fxq.explain(prepared)
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", opset=opset)
-    assert fxq.verify(integer, path, [(batch,) for batch in planes()])
-    contract.assert_validate_is_integer(prepared, integer, planes()[0])
+    assert fxq.verify(integer, path, [(batch,) for batch in PLANES])
+    contract.assert_validate_is_integer(prepared, integer, PLANES[0])
 
 
 def assigned(x: Tensor, index: Any) -> Tensor:
@@ -255,9 +247,9 @@ LISTS: dict[str, list[Any]] = {
 def test_a_list_of_entries_is_the_index_that_pytorch_takes_it_for(name: str, tmp_path: Path) -> None:
     index = LISTS[name]
     model = live(lambda x: (x[index], assigned(x, index)))
-    prepared, integer = contract.compiled(model, planes())
-    contract.assert_contract(prepared, tmp_path / "model.onnx", planes()[0], integer=integer)
+    prepared, integer = contract.compiled(model, PLANES)
+    contract.assert_contract(prepared, tmp_path / "model.onnx", PLANES[0], integer=integer)
     assert next(layer.dtype for layer in fxq.inspect.layers(prepared) if layer.name == "getitem") == "int8"
-    for wanted, actual in zip(model(planes()[1]), integer(planes()[1]), strict=True):
+    for wanted, actual in zip(model(PLANES[1]), integer(PLANES[1]), strict=True):
         assert wanted.shape == actual.shape
         assert sqnr(wanted, actual) > 20

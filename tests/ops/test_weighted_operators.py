@@ -13,6 +13,7 @@ import fxquant as fxq
 from fxquant.ir.graph import annotation, is_parameter
 from fxquant.quantization.observers import MinMaxObserver
 from tests.shared import contract
+from tests.shared.networks import descend, to_train
 
 Parameter = nn.Parameter
 LINE, IMAGE, VOLUME = (4, 3, 9), (3, 3, 6, 7), (2, 2, 4, 5, 4)
@@ -66,9 +67,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "batch_norm, 3d and no affine": lambda: Case(
         (8, 3, 2, 2, 2), lambda s, x: s.norm(x) + s.plain(x), norm=nn.BatchNorm3d(3), plain=nn.BatchNorm3d(3, affine=False)
     ),
-    # layers with batch norm
-    "conv3d": lambda: layer((2, 2, 5, 5, 5), nn.Conv3d(2, 5, 3, groups=1), nn.BatchNorm3d(5)),
-    "linear": lambda: layer((16, 8), nn.Linear(8, 5), nn.BatchNorm1d(5)),
     "linear, three dimensions": lambda: Case((4, 3, 8), lambda s, x: s.a(x).relu() + s.b(x), a=nn.Linear(8, 5), b=nn.Linear(8, 5)),
     # matrix products
     "matmul, attention": lambda: Case((2, 3, 6, 8), lambda s, x: (s.a(x) @ s.b(x).mT) @ x, a=nn.Linear(8, 4), b=nn.Linear(8, 4)),
@@ -112,24 +110,19 @@ CASES: dict[str, Callable[[], Case]] = {
 COMPUTED: dict[str, Callable[[], Case]] = {
     "linear, transposed": lambda: Case((4, 8), lambda s, x: F.linear(x, s.w.t()), w=weights(8, 5)),
     "linear, product": lambda: Case(
-        (4, 8), lambda s, x: F.linear(x, s.w * s.gain, s.b * 2 + 1), w=weights(5, 8), gain=weights(5, 1),
-        b=weights(5),
+        (4, 8), lambda s, x: F.linear(x, s.w * s.gain, s.b * 2 + 1), w=weights(5, 8), gain=weights(5, 1), b=weights(5),
     ),
     "conv, reshaped": lambda: Case(
-        IMAGE, lambda s, x: s.norm(F.conv2d(x, s.w.reshape(4, 3, 2, 2))), w=weights(12, 4),
-        norm=nn.BatchNorm2d(4),
+        IMAGE, lambda s, x: s.norm(F.conv2d(x, s.w.reshape(4, 3, 2, 2))), w=weights(12, 4), norm=nn.BatchNorm2d(4),
     ),
     "conv, standardised": lambda: Case(
-        IMAGE, lambda s, x: F.conv2d(x, standardised(s.w), s.b, padding="same"), w=weights(4, 3, 2, 3),
-        b=weights(4),
+        IMAGE, lambda s, x: F.conv2d(x, standardised(s.w), s.b, padding="same"), w=weights(4, 3, 2, 3), b=weights(4),
     ),
     "conv transpose, permuted": lambda: Case(
-        IMAGE, lambda s, x: F.conv_transpose2d(x, s.w.permute(1, 0, 2, 3), s.w.sum((1, 2, 3)), 2),
-        w=weights(4, 3, 2, 2),
+        IMAGE, lambda s, x: F.conv_transpose2d(x, s.w.permute(1, 0, 2, 3), s.w.sum((1, 2, 3)), 2), w=weights(4, 3, 2, 2),
     ),
     "matmul": lambda: Case(
-        (4, 6, 8), lambda s, x: x @ (s.w.T * 0.5) + torch.matmul(x, s.v.view(8, 5)), w=weights(5, 8),
-        v=weights(40),
+        (4, 6, 8), lambda s, x: x @ (s.w.T * 0.5) + torch.matmul(x, s.v.view(8, 5)), w=weights(5, 8), v=weights(40),
     ),
     "addmm": lambda: Case((4, 8), lambda s, x: torch.addmm(-s.b, x, s.w.t()), w=weights(5, 8), b=weights(5)),
     "matrix on the left": lambda: Case((4, 6, 8), lambda s, x: s.w.t() @ x, w=weights(6, 5)),
@@ -140,8 +133,7 @@ COMPUTED: dict[str, Callable[[], Case]] = {
         gain=weights(6), b=weights(6),
     ),
     "two parts": lambda: Case(
-        (4, 8), lambda s, x: F.linear(x, s.w.split(3)[1]) + F.linear(x, s.w.chunk(2)[0]),
-        w=weights(6, 8),
+        (4, 8), lambda s, x: F.linear(x, s.w.split(3)[1]) + F.linear(x, s.w.chunk(2)[0]), w=weights(6, 8),
     ),
 }  # fmt: skip
 
@@ -218,23 +210,6 @@ def test_wide_sums(name: str, target: str, tmp_path: Path) -> None:
     assert_contract(compiled, tmp_path / "model.onnx", batches)
 
 
-# ---- batch norm -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["batch_norm, features", "conv_transpose2d, groups", "conv3d", "linear"])
-def test_live_statistics(name: str) -> None:
-    model, batches = built(CASES[name], 1)
-    prepared = contract.compiled(model, batches, qconfig=COVERING).prepared
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
-    before = prepared.norm.running_mean.clone()
-    trained = prepared(*batches[0])
-    model.norm.train()
-    expected = model(*batches[0])
-    assert (trained - expected).square().mean() < 0.005 * expected.var()
-    for statistic in ("running_mean", "running_var"):
-        torch.testing.assert_close(getattr(prepared.norm, statistic), getattr(model.norm, statistic), rtol=5e-3, atol=5e-3)
-    assert not torch.equal(prepared.norm.running_mean, before)
-
-
 # ---- paddings, and weights that are computed ------------------------------------------------------------------------
 def test_padded_zeros_are_zeros_and_no_other_number() -> None:
     """With a kernel that picks the last element of its window, the padding after "same" is seen by itself."""
@@ -250,14 +225,9 @@ def test_padded_zeros_are_zeros_and_no_other_number() -> None:
 def test_a_computed_weight_is_trained_and_is_the_one_of_the_moment() -> None:
     model, batches = built(COMPUTED["linear, product"])
     prepared, _ = contract.compiled(model, batches)
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
-    optimizer = torch.optim.SGD(prepared.parameters(), 0.05)
+    to_train(prepared)
     before = prepared.gain.detach().clone()
-    for _ in range(3):
-        optimizer.zero_grad()
-        prepared(*batches[0]).square().mean().backward()
-        optimizer.step()
+    descend(prepared, batches[0] * 3, 0.05)
     assert not torch.equal(before, prepared.gain)
     fxq.set_state(prepared, fxq.State.VALIDATE)
     prepared.eval()
