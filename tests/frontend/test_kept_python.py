@@ -390,15 +390,9 @@ class Detector(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.class_names = ["cat", "dog"]
-        self.num_classes = 2
-        self.anchors = torch.tensor([1.0, 2.0])
-        self.lock = threading.Lock()
-        self.by_name = {"graph": lambda x: x}
-        self.helpers = [nn.Linear(8, 8)]
-        self.quantized = False
-        self.meta_info, self.graph_kind = "info", "none"
-        self.layer, self.head = nn.Linear(8, 4), nn.Linear(4, 2)
+        self.class_names, self.num_classes, self.anchors, self.lock = ["cat", "dog"], 2, torch.tensor([1.0, 2.0]), threading.Lock()
+        self.by_name, self.helpers, self.quantized = {"graph": lambda x: x}, [nn.Linear(8, 8)], False
+        self.meta_info, self.graph_kind, self.layer, self.head = "info", "none", nn.Linear(8, 4), nn.Linear(4, 2)
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x):
@@ -463,15 +457,12 @@ def test_attributes_and_methods_are_there(result, stage, built):
         assert torch.equal(model.postprocess(y, scale=3.0), y * 3.0 * 2 + model.anchors)
 
 
-def test_nothing_of_the_graph_is_hidden(result):
+def test_nothing_of_the_graph_is_hidden_and_what_is_missing_is_said_as_python_says_it(result):
     assert isinstance(result.prepared.graph, torch.fx.Graph)
     assert result.prepared.code != "mine"
     assert result.prepared.recompile() != "mine"
     assert "quantized" in dict(result.prepared.named_children())
     assert torch.equal(result.prepared(X), result.integer(X))
-
-
-def test_what_is_missing_is_said_as_python_says_it(result):
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = result.integer.nothing
     with pytest.raises(AttributeError, match="not_there"):

@@ -27,11 +27,8 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.relu = nn.ReLU(inplace=True)
-        self.norm = nn.LayerNorm(6)
-        self.weight = nn.Parameter(torch.randn(6, 6))
-        self.token = nn.Parameter(torch.randn(1, 1, 6))
+        self.linear, self.relu, self.norm = nn.Linear(6, 6), nn.ReLU(inplace=True), nn.LayerNorm(6)
+        self.weight, self.token = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(1, 1, 6))
         self.grid = nn.Parameter(torch.randn(1, 6, 4, 4))
         self.register_buffer("table", torch.arange(6.0))
         self.register_buffer("count", torch.zeros(1))
@@ -53,110 +50,97 @@ def scripted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(x) * y
 
 
-def shape_unpacking(m, x):
-    batch, rows, columns = x.shape
-    return x.reshape(batch * rows, columns).reshape(batch, rows * columns)
+class Written:
+    """Forwards of several statements; each is called by its name."""
 
+    def shape_unpacking(m, x):
+        batch, rows, columns = x.shape
+        return x.reshape(batch * rows, columns).reshape(batch, rows * columns)
 
-def formatted_shape(m, x):
-    assert f"{x.shape[1]}" == "3"
-    return x + 1
+    def formatted_shape(m, x):
+        assert f"{x.shape[1]}" == "3"
+        return x + 1
 
+    def maximum(m, x):
+        result = x.max(dim=1)
+        return result.values + result[0], result.indices
 
-def maximum(m, x):
-    result = x.max(dim=1)
-    return result.values + result[0], result.indices
+    def vmap_over_constants(m, x):
+        mask = torch.vmap(lambda i: torch.arange(6) >= i)(torch.arange(3))
+        return x.masked_fill(mask, 0.0)
 
+    def out_argument(m, x):
+        y = x * 1
+        torch.add(x, 1, out=y)
+        return y
 
-def vmap_over_constants(m, x):
-    mask = torch.vmap(lambda i: torch.arange(6) >= i)(torch.arange(3))
-    return x.masked_fill(mask, 0.0)
+    def in_place_relu_and_reuse(m, x):
+        y = m.linear(x)
+        z = m.relu(y)
+        return y + z
 
+    def in_place_operators(m, x):
+        y = x * 2
+        y += x
+        y *= m.table
+        y.add_(1).mul_(2)
+        y.clamp_(min=-1)
+        F.relu(y, inplace=True)
+        torch.relu_(y)
+        return y
 
-def out_argument(m, x):
-    y = x * 1
-    torch.add(x, 1, out=y)
-    return y
+    def in_place_copy_and_fill(m, x):
+        y, z = x.clone(), x.clone()
+        y.copy_(m.table)
+        z.zero_()
+        return y + z.fill_(3)
 
+    def item_assignment(m, x):
+        y = x.clone()
+        y[:, 0] = 1
+        y[:, 1, 2:] = x[:, 0, 2:]
+        return y
 
-def in_place_relu_and_reuse(m, x):
-    y = m.linear(x)
-    z = m.relu(y)
-    return y + z
+    def constant_changed_in_place(m, x):
+        total = torch.zeros(6)
+        total.add_(x.sum((0, 1)))
+        total[0] = 5
+        return total * 2 + x
 
+    def zeros_then_assigned(m, x):
+        result = torch.zeros(x.shape[0], 3)
+        result[:, 1:] = x[:, 0, :2]
+        return result
 
-def in_place_operators(m, x):
-    y = x * 2
-    y += x
-    y *= m.table
-    y.add_(1).mul_(2)
-    y.clamp_(min=-1)
-    F.relu(y, inplace=True)
-    torch.relu_(y)
-    return y
+    def buffer_changed_in_place(m, x):
+        m.count.add_(1)
+        return x + m.count
 
+    def python_attribute_changed(m, x):
+        m.calls = getattr(m, "calls", 0) + 1
+        return x * 2
 
-def in_place_copy_and_fill(m, x):
-    y, z = x.clone(), x.clone()
-    y.copy_(m.table)
-    z.zero_()
-    return y + z.fill_(3)
+    def identity_shares_memory(m, x):
+        y = m.linear(x)
+        z = nn.Identity()(y)
+        z += 1
+        return y + z
 
+    def asserts_on_shapes(m, x):
+        assert x.shape[0] == x.shape[0]
+        assert isinstance(x, torch.Tensor)
+        assert isinstance(x.shape[0], int)
+        torch._assert(x.shape[2] == 6, "six columns")
+        torch._check(x.shape[0] > 0)
+        return m.norm(x)
 
-def item_assignment(m, x):
-    y = x.clone()
-    y[:, 0] = 1
-    y[:, 1, 2:] = x[:, 0, 2:]
-    return y
+    def boolean_mask_constant(m, x):
+        mask = torch.tensor([True, False, True])
+        return x[:, mask] + x[:, mask.nonzero()[:, 0]]
 
-
-def constant_changed_in_place(m, x):
-    total = torch.zeros(6)
-    total.add_(x.sum((0, 1)))
-    total[0] = 5
-    return total * 2 + x
-
-
-def zeros_then_assigned(m, x):
-    result = torch.zeros(x.shape[0], 3)
-    result[:, 1:] = x[:, 0, :2]
-    return result
-
-
-def buffer_changed_in_place(m, x):
-    m.count.add_(1)
-    return x + m.count
-
-
-def python_attribute_changed(m, x):
-    m.calls = getattr(m, "calls", 0) + 1
-    return x * 2
-
-
-def identity_shares_memory(m, x):
-    y = m.linear(x)
-    z = nn.Identity()(y)
-    z += 1
-    return y + z
-
-
-def asserts_on_shapes(m, x):
-    assert x.shape[0] == x.shape[0]
-    assert isinstance(x, torch.Tensor)
-    assert isinstance(x.shape[0], int)
-    torch._assert(x.shape[2] == 6, "six columns")
-    torch._check(x.shape[0] > 0)
-    return m.norm(x)
-
-
-def boolean_mask_constant(m, x):
-    mask = torch.tensor([True, False, True])
-    return x[:, mask] + x[:, mask.nonzero()[:, 0]]
-
-
-def size_of_the_result(m, x):
-    y = torch.cat([x, x])
-    return y.view(2, y.shape[0] // 2, -1), x.shape[0] + 1, y.size()
+    def size_of_the_result(m, x):
+        y = torch.cat([x, x])
+        return y.view(2, y.shape[0] // 2, -1), x.shape[0] + 1, y.size()
 
 
 FORWARDS: dict[str, Callable[..., Any]] = {
@@ -198,12 +182,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "weight shape": lambda m, x: x[..., : m.weight.shape[0]] + m.weight.numel() + m.weight.dim(),
     "powers of parameters": lambda m, x: x * m.weight[0].abs() ** 0.5 + 2.0 ** m.weight[0] - m.weight[0] ** 2,
 }
-WRITTEN_OUT = (
-    shape_unpacking, formatted_shape, maximum, vmap_over_constants, out_argument, in_place_relu_and_reuse,
-    in_place_operators, in_place_copy_and_fill, item_assignment, constant_changed_in_place, zeros_then_assigned, buffer_changed_in_place,
-    python_attribute_changed, identity_shares_memory, asserts_on_shapes, boolean_mask_constant, size_of_the_result,
-)  # fmt: skip
-FORWARDS |= {forward.__name__.replace("_", " "): forward for forward in WRITTEN_OUT}
+FORWARDS |= {name.replace("_", " "): forward for name, forward in vars(Written).items() if not name.startswith("__")}
 
 
 def build(forward) -> nn.Module:
@@ -265,9 +244,7 @@ def many(x: Any) -> tuple[Any, ...]:
     """Functions that are others, called, and NumPy's names of arguments."""
     a, b = x[0, 0], x[1, 0]
     return (
-        torch.atleast_3d(a, b)[1],
-        x.conj() + torch.real(x).real,
-        (a + 3).median(), a.argmax(), (x > 0).any(), x.new_tensor([0.5] * 6) * x,
+        torch.atleast_3d(a, b)[1], x.conj() + torch.real(x).real, (a + 3).median(), a.argmax(), (x > 0).any(), x.new_tensor([0.5] * 6) * x,
         torch.sum(x, axis=1, keepdims=True), x.amax(axis=(1, 2)), TORCH.cat([x, x], axis=1), TORCH.stack((x, x), axis=2),
         torch.ops.aten.relu(x), torch.ops.aten.mean.dim(x, [2, 3]), torch.cat([x, x[:, :0]], 1),
         x[:, [True, False, True]], torch.ops.aten.index_put(x, [None, torch.tensor([1])], x[:, :1]),

@@ -254,15 +254,12 @@ def test_an_argument_of_any_name(name, tmp_path):
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [x])
 
 
-def test_arguments_whose_names_are_not_python_names():
+def test_arguments_whose_names_are_not_python_names_or_self():
     model = written(lambda me, x, **others: me.layer(x) + others["class"] + others["a b"], layer=nn.Linear(8, 8))
     x = torch.randn(2, 8)
     inputs = {"x": x, "class": x + 1, "a b": x + 2}
     result = fxq.quantize(model, [inputs])
     assert torch.equal(result.integer(x, **{"a b": x + 2, "class": x + 1}), result.integer(**inputs))
-
-
-def test_an_argument_called_self():
     x = torch.randn(2, 8)
     result = fxq.quantize(written(lambda me, self: me.layer(self), layer=nn.Linear(8, 8)), [x])
     assert torch.equal(result.prepared(x), result.integer(x))

@@ -81,8 +81,7 @@ class Counter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[int] = []
-        self.total = torch.zeros(4)
-        self.linear = nn.Linear(4, 4)
+        self.total, self.linear = torch.zeros(4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(1)
@@ -118,8 +117,7 @@ class Unused(nn.Module):
         self.first = nn.Parameter(torch.zeros(1))
         self.register_buffer("second", torch.zeros(1))
         self.register_buffer("transient", torch.ones(4), persistent=False)
-        self.linear = nn.Linear(4, 4)
-        self.head = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 3)})
+        self.linear, self.head = nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 3)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head["b"](self.linear(x) + self.transient + torch.tensor([1.0, 2.0, 3.0, 4.0]))
@@ -179,8 +177,7 @@ def test_bound_methods_partials_and_unregistered_modules():
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.hidden = [nn.Linear(4, 4)]
+            self.linear, self.hidden = nn.Linear(4, 4), [nn.Linear(4, 4)]
             self.apply_linear = functools.partial(self.twice, 2.0)
 
         def twice(self, factor, x):
@@ -263,100 +260,88 @@ def Model(self, x):
     return self.body(self.conv(x))
 
 
-def augmented(y):
-    y[:, 0] += 1.0
-    return y
+class Writing:
+    """Bodies that write into views."""
+
+    def augmented(y):
+        y[:, 0] += 1.0
+        return y
+
+    def augmented_twice(y):
+        y[:, 0] += 1.0
+        y[:, 1:3] *= 2.0
+        y[:, 0] -= y[:, 1]
+        return y
+
+    def one_piece(y):
+        a, b = y.chunk(2, 1)
+        a.relu_()
+        return torch.cat([b, a], 1)
+
+    def every_piece(y):
+        a, b = torch.split(y, 4, 1)
+        a.relu_()
+        b.sigmoid_()
+        return y, a + b
+
+    def the_whole_after_a_piece(y):
+        a, b = y.chunk(2, 1)
+        a.mul_(2)
+        y.add_(1)
+        b.neg_()
+        return a, b, y
+
+    def a_view_of_a_view(y):
+        row = y.flatten(2)[:, 1]
+        row[:, :3] = 0.5
+        row[:, 4] += 1
+        return y, row
+
+    def a_piece_of_the_batch(y):
+        half = y[: y.shape[0] // 2]
+        half.zero_()
+        return y + 1
+
+    def transposed(y):
+        last = y.permute(0, 2, 3, 1)
+        last[..., 0] = last[..., 1]
+        last[0, 0].T[0].add_(1)
+        y.select(1, 2).fill_(3)
+        y.narrow(1, 4, 2).copy_(y.narrow(1, 6, 2))
+        return y, last
+
+    def from_itself(y):
+        y[:, 1:3].copy_(y[:, 3:5])
+        y.copy_(y[:, :1])
+        return y, y[:, 2]
+
+    def unbound(y):
+        first, *others = y.unbind(1)
+        first.clamp_(min=0)
+        others[0].add_(first)
+        return torch.stack([first, *others], 1), y
+
+    def reshaped(y):
+        flat = y.view(y.shape[0], -1)
+        flat.mul_(2)
+        flat[:, ::2].neg_()
+        return y.view_as(y) + flat.view(y.shape)
+
+    def seen_in_another_way(y):
+        kept = y.detach()
+        y.transpose_(1, 2)
+        y.add_(1)
+        y.squeeze_(0)
+        return y, kept
+
+    def by_a_function(y):
+        F.relu(y[:, :4], inplace=True)
+        a, b = y[:, :4], y[:, 4:]
+        b += a
+        return y
 
 
-def augmented_twice(y):
-    y[:, 0] += 1.0
-    y[:, 1:3] *= 2.0
-    y[:, 0] -= y[:, 1]
-    return y
-
-
-def one_piece(y):
-    a, b = y.chunk(2, 1)
-    a.relu_()
-    return torch.cat([b, a], 1)
-
-
-def every_piece(y):
-    a, b = torch.split(y, 4, 1)
-    a.relu_()
-    b.sigmoid_()
-    return y, a + b
-
-
-def the_whole_after_a_piece(y):
-    a, b = y.chunk(2, 1)
-    a.mul_(2)
-    y.add_(1)
-    b.neg_()
-    return a, b, y
-
-
-def a_view_of_a_view(y):
-    row = y.flatten(2)[:, 1]
-    row[:, :3] = 0.5
-    row[:, 4] += 1
-    return y, row
-
-
-def a_piece_of_the_batch(y):
-    half = y[: y.shape[0] // 2]
-    half.zero_()
-    return y + 1
-
-
-def transposed(y):
-    last = y.permute(0, 2, 3, 1)
-    last[..., 0] = last[..., 1]
-    last[0, 0].T[0].add_(1)
-    y.select(1, 2).fill_(3)
-    y.narrow(1, 4, 2).copy_(y.narrow(1, 6, 2))
-    return y, last
-
-
-def from_itself(y):
-    y[:, 1:3].copy_(y[:, 3:5])
-    y.copy_(y[:, :1])
-    return y, y[:, 2]
-
-
-def unbound(y):
-    first, *others = y.unbind(1)
-    first.clamp_(min=0)
-    others[0].add_(first)
-    return torch.stack([first, *others], 1), y
-
-
-def reshaped(y):
-    flat = y.view(y.shape[0], -1)
-    flat.mul_(2)
-    flat[:, ::2].neg_()
-    return y.view_as(y) + flat.view(y.shape)
-
-
-def seen_in_another_way(y):
-    kept = y.detach()
-    y.transpose_(1, 2)
-    y.add_(1)
-    y.squeeze_(0)
-    return y, kept
-
-
-def by_a_function(y):
-    F.relu(y[:, :4], inplace=True)
-    a, b = y[:, :4], y[:, 4:]
-    b += a
-    return y
-
-
-BODIES = [
-    augmented, augmented_twice, one_piece, every_piece, the_whole_after_a_piece, a_view_of_a_view, a_piece_of_the_batch, transposed,
-    from_itself, unbound, reshaped, seen_in_another_way, by_a_function,
-]  # fmt: skip
+BODIES = {name: body for name, body in vars(Writing).items() if not name.startswith("__")}
 
 
 def same(mine, theirs):
@@ -365,7 +350,7 @@ def same(mine, theirs):
 
 
 @pytest.mark.sweep(5)
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_eager_numbers_at_every_batch_size(body):
     model = Model(body).eval()
     traced = trace(model, torch.randn(2, 3, 5, 5))
@@ -376,7 +361,7 @@ def test_eager_numbers_at_every_batch_size(body):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("body", [augmented, one_piece, a_view_of_a_view, transposed, unbound])
+@pytest.mark.parametrize("body", [BODIES[name] for name in ("augmented", "one_piece", "a_view_of_a_view", "transposed", "unbound")])
 def test_they_are_compiled(body, tmp_path):
     model, x = Model(body).eval(), torch.randn(2, 3, 5, 5)
     result = fxq.quantize(model, [x])
@@ -389,7 +374,7 @@ def test_they_are_compiled(body, tmp_path):
 
 
 def test_disjoint_pieces_are_not_written_together():
-    result = fxq.quantize(Model(one_piece).eval(), [torch.randn(2, 3, 5, 5)])
+    result = fxq.quantize(Model(Writing.one_piece).eval(), [torch.randn(2, 3, 5, 5)])
     contract.assert_all_is_integer(result.prepared)
 
 
