@@ -261,12 +261,9 @@ def watched() -> Iterator[Watch]:
 
 
 FUSED = (
-    (fused_layers, "finished"),
-    (fused_elementwise, "joined"),
-    (fused_elementwise, "looked_up"),
-    (fused_layers, "collected"),
+    (fused_layers, "finished"), (fused_elementwise, "joined"), (fused_elementwise, "looked_up"), (fused_layers, "collected"),
     (fused_layers, "whole"),
-)
+)  # fmt: skip
 
 
 def training_kernels(network: str, target: str) -> dict[str, Count]:

@@ -33,8 +33,7 @@ class LayerScales(nn.Module):
         self.norm = nn.ModuleList(nn.LayerNorm(channels) for _ in range(2))
         self.up = nn.ModuleList(nn.Linear(channels, 4 * channels) for _ in range(2))
         self.down = nn.ModuleList(nn.Linear(4 * channels, channels) for _ in range(2))
-        self.scale = nn.ParameterList(torch.linspace(0.5, 1.5, channels) for _ in range(2))
-        self.head = nn.Linear(channels, 10)
+        self.scale, self.head = nn.ParameterList(torch.linspace(0.5, 1.5, channels) for _ in range(2)), nn.Linear(channels, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)

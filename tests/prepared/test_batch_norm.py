@@ -13,7 +13,7 @@ import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
 from tests.ops.test_weighted_operators import COVERING, Case, assert_contract, built, layer, left_in_float, weights
 from tests.shared import contract
-from tests.shared.networks import to_train, to_validate, written
+from tests.shared.networks import descend, to_train, to_validate, written
 
 MODES = ("live", "frozen", "folded")
 
@@ -42,11 +42,7 @@ def with_room(prepared: fx.GraphModule) -> fx.GraphModule:
 
 
 def optimise(prepared: fx.GraphModule, batch: Tensor, steps: int = 2) -> None:
-    optimizer = torch.optim.SGD(to_train(prepared).parameters(), 1e-2)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        prepared(batch).square().mean().backward()
-        optimizer.step()
+    descend(to_train(prepared), [batch] * steps, 1e-2)
 
 
 @pytest.mark.sweep(6)

@@ -76,10 +76,57 @@ class TwoResults(torch.autograd.Function):
         return first * ctx.factor - second, None
 
 
-def no_grad(net: Net, x: Tensor) -> Tensor:
-    with torch.no_grad():
+class Written:
+    """Forms of several statements; each is called by its name."""
+
+    def no_grad(net: Net, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = net.a(x)
+        return net.b(F.relu(y))
+
+    def inference_mode(net: Net, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            y = net.a(x)
+        return net.b(F.relu(y.clone()))
+
+    def set_grad_enabled_as_a_call(net: Net, x: Tensor) -> Tensor:
+        torch.set_grad_enabled(False)
         y = net.a(x)
-    return net.b(F.relu(y))
+        torch.set_grad_enabled(True)
+        return net.b(F.relu(y + net.c(x)))
+
+    def set_grad_enabled_by_training(net: Net, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(net.training):
+            y = net.a(x)
+        with torch.set_grad_enabled(not net.training):
+            z = net.c(x)
+        return net.b(F.relu(y + z))
+
+    def enable_grad_within_no_grad(net: Net, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = net.a(x)
+            with torch.enable_grad():
+                z = net.b(F.relu(y))
+        return z
+
+    def straight_through(net: Net, x: Tensor) -> Tensor:
+        y = net.a(x)
+        return net.b(y + (torch.round(y * 4) / 4 - y).detach())
+
+    def half_detached(net: Net, x: Tensor) -> Tensor:
+        y = net.a(x)
+        return net.b(y * 0.3 + y.detach() * 0.7)
+
+    def data_changed_in_place(net: Net, x: Tensor) -> Tensor:
+        y = net.a(x)
+        y.data.mul_(2)
+        return net.b(y)
+
+    def changed_in_place_without_gradients(net: Net, x: Tensor) -> Tensor:
+        y = net.a(x)
+        with torch.no_grad():
+            y[:, 0].zero_()
+        return net.b(y)
 
 
 @torch.no_grad()
@@ -87,61 +134,9 @@ def frozen(net: Net, x: Tensor) -> Tensor:
     return F.relu(net.norm(net.a(x)))
 
 
-def inference(net: Net, x: Tensor) -> Tensor:
-    with torch.inference_mode():
-        y = net.a(x)
-    return net.b(F.relu(y.clone()))
-
-
-def switched_call(net: Net, x: Tensor) -> Tensor:
-    torch.set_grad_enabled(False)
-    y = net.a(x)
-    torch.set_grad_enabled(True)
-    return net.b(F.relu(y + net.c(x)))
-
-
-def enabled_within(net: Net, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        y = net.a(x)
-        with torch.enable_grad():
-            z = net.b(F.relu(y))
-    return z
-
-
-def switched_by_training(net: Net, x: Tensor) -> Tensor:
-    with torch.set_grad_enabled(net.training):
-        y = net.a(x)
-    with torch.set_grad_enabled(not net.training):
-        z = net.c(x)
-    return net.b(F.relu(y + z))
-
-
 @torch.no_grad()
 def frozen_sigmoid(y: Tensor) -> Tensor:
     return torch.sigmoid(y)
-
-
-def rounded(net: Net, x: Tensor) -> Tensor:
-    y = net.a(x)
-    return net.b(y + (torch.round(y * 4) / 4 - y).detach())
-
-
-def half(net: Net, x: Tensor) -> Tensor:
-    y = net.a(x)
-    return net.b(y * 0.3 + y.detach() * 0.7)
-
-
-def data_changed(net: Net, x: Tensor) -> Tensor:
-    y = net.a(x)
-    y.data.mul_(2)
-    return net.b(y)
-
-
-def changed_without_gradients(net: Net, x: Tensor) -> Tensor:
-    y = net.a(x)
-    with torch.no_grad():
-        y[:, 0].zero_()
-    return net.b(y)
 
 
 def detached(value: Tensor) -> Tensor:
@@ -189,18 +184,12 @@ def nearest(net: Net, y: Tensor) -> Tensor:
 STOPS = forms(detached)
 FORMS: dict[str, Form] = {
     **STOPS,
+    **{name: form for name, form in vars(Written).items() if not name.startswith("__")},
     "data": lambda net, x: net.b(F.relu(net.a(x).data)),
     "data of one of two terms": lambda net, x: (lambda y: net.b(y) + y.data)(net.a(x)),
     "no_grad for one of two readers": lambda net, x: (lambda y: net.b(y) + frozen_sigmoid(y))(net.a(x)),
     "detach in place": lambda net, x: net.b(F.relu(net.a(x)).detach_()),
-    "no_grad": no_grad,
     "no_grad, a decorator": lambda net, x: net.b(frozen(net, x)),
-    "inference_mode": inference,
-    "set_grad_enabled, a call": switched_call,
-    "set_grad_enabled(self.training)": switched_by_training,
-    "enable_grad within no_grad": enabled_within,
-    "straight-through": rounded,
-    "half detached": half,
     "SimSiam": lambda net, x: net.b(net.a(x)) * net.a(x).detach(),
     "a detached weight": lambda net, x: F.conv2d(F.relu(net.a(x)), net.b.weight.detach(), net.b.bias, padding=1),
     "a weight's data": lambda net, x: F.conv2d(x, net.a.weight.data, net.a.bias, padding=1),
@@ -218,8 +207,6 @@ FORMS: dict[str, Form] = {
     ),
     "checkpoint": lambda net, x: net.b(checkpoint(lambda y: F.relu(net.a(y)), x, use_reentrant=False)),
     "checkpoint, reentrant": lambda net, x: checkpoint(lambda y: net.b(F.relu(y)), net.a(x), use_reentrant=True),
-    "data changed in place": data_changed,
-    "changed in place without gradients": changed_without_gradients,
 }
 BATCHES = list(torch.randn(2, 4, 3, 8, 8, generator=torch.Generator().manual_seed(1)))
 
@@ -238,7 +225,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: gradient for name, gradient in result.items() if gradient is not None and bool(gradient.any())}
 
 
-NAMES = frozenset(name for name, _ in Net(no_grad).named_parameters())
+NAMES = frozenset(name for name, _ in Net(Written.no_grad).named_parameters())
 
 
 def assert_like(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -312,7 +299,7 @@ def test_a_stop_changes_no_bit(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("form", ["gradient reversal", "custom backward with two results", "custom backward of a weight", "half detached"])
+@pytest.mark.parametrize("form", ["gradient reversal", "custom backward with two results", "custom backward of a weight", "half_detached"])
 def test_the_integer_model_has_the_bits_of_train_and_nothing_of_gradients(form: str, tmp_path: Path) -> None:
     prepared = calibrated(Net(FORMS[form]).eval())
     fxq.set_state(prepared, "validate")
@@ -327,7 +314,7 @@ def test_the_integer_model_has_the_bits_of_train_and_nothing_of_gradients(form: 
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("form", ["half detached", "after a batch norm, in front of a residual", "of an output that is returned twice"])
+@pytest.mark.parametrize("form", ["half_detached", "after a batch norm, in front of a residual", "of an output that is returned twice"])
 def test_stops_survive_files_copies_and_pickles(form: str, tmp_path: Path) -> None:
     prepared = calibrated(Net(STOPS.get(form, FORMS[form])).train())
     fxq.set_state(prepared, "train")
@@ -352,7 +339,7 @@ def test_a_file_names_the_python_that_it_cannot_hold(tmp_path: Path) -> None:
 
 
 def test_a_traced_model_says_the_same_of_gradients_and_is_traced_again() -> None:
-    for form in ("no_grad", "gradient reversal", "changed in place without gradients"):
+    for form in ("no_grad", "gradient reversal", "changed_in_place_without_gradients"):
         model = Net(FORMS[form]).eval()
         traced = fxq.trace(model, BATCHES[0])
         expected = gradients(model)
@@ -371,7 +358,7 @@ def test_a_traced_model_says_the_same_of_gradients_and_is_traced_again() -> None
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_keeps_its_stops_and_says_what_it_has_lost(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
     batch = ({0: torch.export.Dim("batch")},)
-    kept = ("no_grad",) if strict else ("between layer and relu", "detach in place", "no_grad", "half detached", "a detached weight")
+    kept = ("no_grad",) if strict else ("between layer and relu", "detach in place", "no_grad", "half_detached", "a detached weight")
     for form in kept:
         model = Net(FORMS[form]).train()
         prepared = calibrated(torch.export.export(model, (BATCHES[0],), dynamic_shapes=batch, strict=strict))

@@ -26,10 +26,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Identity())
-        self.blocks = nn.ModuleList([Block(4), Block(4)])
-        self.heads = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 2)})
-        self.twice, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
-        self.drop = nn.Dropout(0.5)
+        self.blocks, self.heads = nn.ModuleList([Block(4), Block(4)]), nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 2)})
+        self.twice, self.norm, self.drop = nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Any:
         x = self.stem(x)
@@ -40,10 +38,6 @@ class Net(nn.Module):
 
     def features(self, x: Tensor) -> Any:
         return self.stem(x)
-
-
-def batch() -> Tensor:
-    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def float_net() -> Net:
@@ -58,7 +52,7 @@ def float_net() -> Net:
 
 @pytest.fixture(scope="module")
 def net() -> fx.GraphModule:
-    x = batch()
+    x = BATCH
     return fxq.calibrate(fxq.prepare(float_net(), x), [x])
 
 
@@ -80,7 +74,7 @@ def hooked(model: Any, path: str, kind: str) -> list[tuple[Any, ...]]:
     """Return the arguments of a hook in one call of a model."""
     seen: list[tuple[Any, ...]] = []
     handle = getattr(model.get_submodule(path), kind)(lambda module, *arguments: seen.append(arguments))
-    model(batch())
+    model(BATCH)
     handle.remove()
     return seen
 
@@ -92,6 +86,7 @@ def tensors(nest: Any) -> list[Tensor]:
 FUSED = {"stem.0", "stem.1", "blocks.0.conv", "blocks.0.norm", "blocks.1.conv", "blocks.1.norm"}
 NO_INPUT = {"stem.1", "stem.2", "blocks.0.norm", "blocks.0.act", "blocks.1.norm", "blocks.1.act"}
 PATHS = [path for path, module in Net().named_modules() if path and not isinstance(module, nn.ModuleList | nn.ModuleDict)]
+BATCH = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -121,9 +116,9 @@ def test_hooks_change_no_bit_in_any_state(net: fx.GraphModule, state: str) -> No
         fxq.set_state(model, state)
         model.train(state == "train")
     torch.manual_seed(0)
-    expected = one(batch())
+    expected = one(BATCH)
     torch.manual_seed(0)
-    actual = other(batch())
+    actual = other(BATCH)
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
     assert len(seen) == 1 + len(set(PATHS) - FUSED)  # one of them is called twice
     assert any(actual["a"] is each for each in seen)
@@ -137,7 +132,7 @@ def test_features_that_a_hook_reads_have_gradients(net: fx.GraphModule) -> None:
     prepared = to_train(copy.deepcopy(net))
     features: list[Tensor] = []
     prepared.get_submodule("blocks.0").register_forward_hook(lambda module, args, result: features.append(result))
-    prepared(batch())
+    prepared(BATCH)
     features[0].square().mean().backward()
     moved = {name.split(".")[0] for name, parameter in prepared.named_parameters() if parameter.grad is not None}
     assert moved == {"stem", "blocks"}
@@ -147,14 +142,14 @@ def test_features_that_a_hook_reads_have_gradients(net: fx.GraphModule) -> None:
 def test_a_forward_hook_can_replace_an_output_and_a_pre_hook_cannot(net: fx.GraphModule) -> None:
     prepared = copy.deepcopy(net)
     handle = prepared.get_submodule("heads.a").register_forward_hook(lambda module, args, result: 2 * result)
-    expected = net(batch())
-    output = prepared(batch())
+    expected = net(BATCH)
+    output = prepared(BATCH)
     assert torch.equal(output["a"], 2 * expected["a"])
     assert torch.equal(output["b"], expected["b"])
     handle.remove()
     prepared.get_submodule("heads.a").register_forward_pre_hook(lambda module, args: args)
     with pytest.raises(fxq.errors.ConfigurationError, match=r"pre-hook on heads\.a returned something"):
-        prepared(batch())
+        prepared(BATCH)
 
 
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
@@ -175,7 +170,7 @@ COPIES: dict[str, Callable[[fx.GraphModule, Path], Any]] = {
 def test_copies_and_files_keep_what_can_be_hooked(net: fx.GraphModule, name: str, tmp_path: Path) -> None:
     prepared = COPIES[name](net, tmp_path)
     (output,) = hooked(prepared, "heads.a", "register_forward_hook")
-    assert torch.equal(output[1], net(batch())["a"])
+    assert torch.equal(output[1], net(BATCH)["a"])
     assert len(prepared.get_submodule("stem")) == 4
     with pytest.raises(fxq.errors.ConfigurationError, match="would never fire"):
         hooked(prepared, "stem.0", "register_forward_hook")
@@ -186,14 +181,14 @@ def test_copies_and_files_keep_what_can_be_hooked(net: fx.GraphModule, name: str
 @pytest.mark.parametrize("path", ["stem", "twice", "blocks.0"])
 def test_a_part_cannot_be_called_by_itself(net: fx.GraphModule, path: str) -> None:
     with pytest.raises(fxq.errors.ConfigurationError, match=rf"{path} cannot be called directly\n  at       test_hooks\.py"):
-        net.get_submodule(path)(batch())
+        net.get_submodule(path)(BATCH)
 
 
 def test_methods_that_call_modules_are_refused_at_the_line_that_does(net: fx.GraphModule) -> None:
     integer: Any = fxq.convert(net)
     for model in (net, integer):
         with pytest.raises(fxq.errors.ConfigurationError, match=r"at       test_hooks\.py:\d+ in features:  return self\.stem\(x\)"):
-            model.features(batch())
+            model.features(BATCH)
     assert not hasattr(integer, "stem")
     with pytest.raises(AttributeError, match="has no module heads"):
         _ = integer.heads

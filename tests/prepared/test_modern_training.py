@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from tests.prepared.test_training import Net, batches, config
+from tests.prepared.test_training import BATCHES, Net, config
 from tests.shared import contract
-from tests.shared.networks import copies, to_train, to_validate
+from tests.shared.networks import copies, descend, to_train, to_validate
 
 TARGETS = torch.arange(8) % 4
 SCALES = {"learned": "learned", "statistics": "statistics", "lsq+": "tqt", "pact": "learned"}  # of activations, and of weights
@@ -23,16 +23,14 @@ def student(activations: str = "learned", host: str | None = None, batch_norm: s
     torch.manual_seed(3)
     mapping = fxq.QConfigMapping(config(activations, SCALES[activations], bits=4))
     prepared = fxq.prepare(
-        Net(), batches()[0], "nash-e", mapping.set_host(host) if host else mapping, options=fxq.Options(batch_norm=batch_norm)
+        Net(), BATCHES[0], "nash-e", mapping.set_host(host) if host else mapping, options=fxq.Options(batch_norm=batch_norm)
     )
-    fxq.calibrate(prepared, batches())
+    fxq.calibrate(prepared, BATCHES)
     return to_train(prepared)
 
 
 def step(prepared: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-    optimizer.zero_grad()
-    F.cross_entropy(prepared(batch), TARGETS).backward()
-    optimizer.step()
+    descend(prepared, [batch], loss=lambda output: F.cross_entropy(output, TARGETS), optimizer=optimizer)
 
 
 def mixed_step(prepared: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
@@ -48,7 +46,7 @@ def mixed_step(prepared: nn.Module, optimizer: torch.optim.Optimizer, batch: Ten
 def test_autocast_changes_no_bit_of_integers_nor_of_their_training() -> None:
     plain, mixed = student(), student()
     optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in (plain, mixed)]
-    for batch in batches():
+    for batch in BATCHES:
         step(plain, optimizers[0], batch)
         mixed_step(mixed, optimizers[1], batch)
     assert contract.same_state(plain, mixed)
@@ -59,20 +57,20 @@ def test_float_layers_compute_in_bfloat16_beside_integers(host: str) -> None:
     """Before the integers, and after them: the integers have the bits that their inputs have without autocast, and train in float32."""
     prepared = student(host=host)
     fxq.set_state(prepared, fxq.State.VALIDATE)
-    wanted = contract.operator_outputs(prepared, batches()[0])
+    wanted = contract.operator_outputs(prepared, BATCHES[0])
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = contract.operator_outputs(prepared, batches()[0])
-        assert prepared(batches()[0]).dtype == (torch.bfloat16 if host == "head" else torch.float32)
+        mixed = contract.operator_outputs(prepared, BATCHES[0])
+        assert prepared(BATCHES[0]).dtype == (torch.bfloat16 if host == "head" else torch.float32)
     assert all(value.dtype == torch.float32 for value in mixed.values())
     equal = [name for name in wanted if torch.equal(mixed[name], wanted[name])]
     assert len(equal) == len(wanted) if host == "head" else 0 < len(equal) < len(wanted)
     to_train(prepared)
     optimizer = torch.optim.SGD(prepared.parameters(), 0.02)
-    mixed_step(prepared, optimizer, batches()[0])
+    mixed_step(prepared, optimizer, BATCHES[0])
     gradients = {name: parameter.grad for name, parameter in prepared.named_parameters() if "intermediate" not in name}
     assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients.values())
     prepared.eval()
-    assert fxq.verify(prepared, fxq.convert(prepared), batches())
+    assert fxq.verify(prepared, fxq.convert(prepared), BATCHES)
 
 
 # ---- accumulation ----------------------------------------------------------------------------------------------------------
@@ -81,7 +79,7 @@ def test_float_layers_compute_in_bfloat16_beside_integers(host: str) -> None:
 def test_gradients_of_parts_of_a_batch_add_up_to_those_of_the_batch(activations: str) -> None:
     """Gradients of scales, too: none depends on the number of elements."""
     whole, parts = student(activations, batch_norm="frozen"), student(activations, batch_norm="frozen")
-    batch = batches()[0]
+    batch = BATCHES[0]
     F.cross_entropy(whole(batch), TARGETS).backward()
     for part in torch.arange(8).split(2):
         (F.cross_entropy(parts(batch[part]), TARGETS[part]) / 4).backward()
@@ -106,7 +104,7 @@ def test_a_compiled_model_has_the_same_bits() -> None:
     torch.manual_seed(3)
     network = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
     mapping = fxq.QConfigMapping(config("learned", "learned", bits=4)).set_host("2")
-    rows = [batch[:, 0, 0] for batch in batches()]
+    rows = [batch[:, 0, 0] for batch in BATCHES]
     prepared = fxq.calibrate(fxq.prepare(network, rows[0], "nash-e", mapping), rows)
     fxq.set_state(prepared, fxq.State.TRAIN)
     reference = copy.deepcopy(prepared)
@@ -134,7 +132,7 @@ def test_training_goes_on_as_if_it_had_not_been_stopped(activations: str, kept: 
         return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
 
     def go(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
-        for batch in batches()[:2]:
+        for batch in BATCHES[:2]:
             step(model, optimizer, batch)
             schedule.step()
 

@@ -14,6 +14,9 @@ import fxquant as fxq
 from tests.shared.networks import to_train
 
 LEARNED = fxq.QConfig(fxq.ActivationConfig(training="learned"), fxq.WeightConfig(training="learned"))
+BATCHES = [
+    x * scale for x, scale in zip(torch.randn(4, 4, 3, 6, 6, generator=torch.Generator().manual_seed(0)), (0.5, 1.0, 2.0, 1.5), strict=True)
+]
 SETTINGS: dict[str, tuple[str, str, Any]] = {
     "shifts": ("bayes-e", "live", None),
     "float multipliers": ("x86", "live", None),
@@ -22,18 +25,13 @@ SETTINGS: dict[str, tuple[str, str, Any]] = {
 }
 
 
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(4, 3, 6, 6, generator=generator) * scale for scale in (0.5, 1.0, 2.0, 1.5)]
-
-
 def prepared(setting: str) -> fx.GraphModule:
     torch.manual_seed(0)
     target, mode, qconfig = SETTINGS[setting]
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.25), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.SiLU()
     )
-    x = batches()[0]
+    x = BATCHES[0]
     again = fxq.calibrate(fxq.prepare(model, x, target, qconfig, options=fxq.Options(batch_norm=mode)), [x])
     return to_train(again)
 
@@ -49,7 +47,7 @@ def reentrant(model: Any, x: Tensor) -> Any:
 def step(model: nn.Module, call: Callable[..., Any]) -> dict[str, Tensor | None]:
     """The gradients of one step of three micro-batches, whose passes are all taken before the first is computed again."""
     torch.manual_seed(0)
-    losses = [call(model, x.clone().requires_grad_()).square().mean() for x in batches()[1:]]
+    losses = [call(model, x.clone().requires_grad_()).square().mean() for x in BATCHES[1:]]
     for loss in reversed(losses):  # one by one, so that gradients are summed in one order in every way
         loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -83,7 +81,7 @@ def test_a_pass_that_repeats_none_is_refused_unless_nothing_moves() -> None:
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            model(3 * batches()[2])
+            model(3 * BATCHES[2])
             return gradient
 
     before = copy.deepcopy(model.state_dict())
@@ -116,7 +114,7 @@ def transforms(model: nn.Module, x: Tensor) -> dict[str, Callable[[], Any]]:
 @pytest.mark.parametrize("setting", ["float multipliers", "learned scales"])
 @pytest.mark.parametrize("name", ["grad", "jvp", "vmap", "ensemble"])
 def test_a_transform_works_once_everything_is_frozen_or_is_refused(setting: str, name: str) -> None:
-    model, x = prepared(setting), batches()[0]
+    model, x = prepared(setting), BATCHES[0]
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(fxq.errors.ConfigurationError, match=r"torch\.func cannot transform this pass[\s\S]*fxq\.freeze"):
         transforms(model, x)[name]()

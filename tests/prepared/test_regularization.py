@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from tests.shared.networks import members
+from tests.shared.networks import members, to_train
 
 pytestmark = pytest.mark.nightly
 
@@ -95,8 +95,7 @@ def training(model: nn.Module, **settings: Any) -> torch.fx.GraphModule:
     """The prepared model in TRAIN, with scales that do not move."""
     prepared = fxq.calibrate(fxq.prepare(copy.deepcopy(model).eval(), X, **settings), [X])
     fxq.freeze(prepared)
-    fxq.set_state(prepared, "train")
-    return prepared.train()
+    return to_train(prepared)
 
 
 def spread(model: nn.Module) -> Tensor:

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import fxquant as fxq
 from fxquant.quantization.learning import Remembered
-from tests.shared.networks import to_train, to_validate, written
+from tests.shared.networks import descend, to_train, to_validate, written
 
 X = torch.randn(4, 3, 10, 10, generator=torch.Generator().manual_seed(0))
 
@@ -220,9 +220,7 @@ def _uncalibrated(dtype: str, activations: str, weights: str) -> fx.GraphModule:
 
 
 def step(model: fx.GraphModule, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-    optimizer.zero_grad()
-    (model(batch) - 1).square().mean().backward()
-    optimizer.step()
+    descend(model, [batch], loss=lambda output: (output - 1).square().mean(), optimizer=optimizer)
 
 
 def assert_one_meaning(model: fx.GraphModule, fresh: fx.GraphModule) -> None:

@@ -17,6 +17,7 @@ import fxquant as fxq
 from tests.shared.networks import members, to_train, written
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 @members(lambda: dict(norm=nn.BatchNorm2d(4)))
@@ -47,10 +48,6 @@ class Net(nn.Module):
         return self.head(self.functional(self.conv(self.backbone(x).relu())).mean((2, 3)))
 
 
-def batch() -> Tensor:
-    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-
-
 def calibrated(model: nn.Module, x: Tensor) -> fx.GraphModule:
     return to_train(fxq.calibrate(fxq.prepare(model, x), [x]))
 
@@ -58,7 +55,7 @@ def calibrated(model: nn.Module, x: Tensor) -> fx.GraphModule:
 @pytest.fixture(scope="module")
 def net() -> fx.GraphModule:
     torch.manual_seed(0)
-    return calibrated(Net(), batch())
+    return calibrated(Net(), BATCH)
 
 
 def statistics(model: nn.Module) -> dict[str, Tensor]:
@@ -71,22 +68,13 @@ def moved(model: nn.Module, x: Tensor) -> set[str]:
     return {name for name, value in statistics(model).items() if not torch.equal(value, before[name])}
 
 
+def norms(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, NORMS)]
+
+
 def evaluate_norms(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, NORMS):
-            module.eval()
-
-
-def no_momentum(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, NORMS):
-            module.momentum = 0.0
-
-
-def no_tracking(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, NORMS):
-            module.track_running_stats = False
+    for norm in norms(model):
+        norm.eval()
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
@@ -97,8 +85,8 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "by name": lambda model: [module.train(False) for name, module in model.named_modules() if "backbone" in name],
     "one batch norm": lambda model: model.get_submodule("backbone.1").eval(),
     "the convolution alone": lambda model: model.get_submodule("backbone.0").eval(),
-    "momentum of 0": no_momentum,
-    "no running statistics": no_tracking,
+    "momentum of 0": lambda model: [setattr(norm, "momentum", 0.0) for norm in norms(model)],
+    "no running statistics": lambda model: [setattr(norm, "track_running_stats", False) for norm in norms(model)],
     "a function's module": lambda model: model.functional.eval(),
     "the convolution in front of a function": lambda model: model.conv.eval(),
     "all but the model": lambda model: [child.eval() for child in model.children()],
@@ -109,7 +97,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 def test_statistics_move_where_those_of_the_float_model_do(net: fx.GraphModule, name: str) -> None:
     prepared, model = copy.deepcopy(net), Net().train()
     WAYS[name](prepared), WAYS[name](model)
-    assert moved(prepared, batch()) == moved(model, batch())
+    assert moved(prepared, BATCH) == moved(model, BATCH)
 
 
 @pytest.mark.parametrize("again", ["copied", "pickled", "saved"])
@@ -121,13 +109,13 @@ def test_what_a_copy_and_a_file_hold_obeys_as_well(net: fx.GraphModule, again: s
     }
     prepared = copies[again]()
     prepared.functional.eval()  # type: ignore[union-attr, operator]
-    assert {name.split(".")[0] for name in moved(prepared, batch())} == {"backbone"}
+    assert {name.split(".")[0] for name in moved(prepared, BATCH)} == {"backbone"}
     evaluate_norms(prepared)
-    assert not moved(prepared, batch())
+    assert not moved(prepared, BATCH)
 
 
 def test_with_everything_frozen_by_hand_train_is_validate(net: fx.GraphModule) -> None:
-    prepared, x = copy.deepcopy(net), batch()
+    prepared, x = copy.deepcopy(net), BATCH
     fxq.freeze(prepared, batch_norm=False)
     for child in ("backbone", "conv", "functional", "head"):
         prepared.get_submodule(child).eval()
@@ -153,7 +141,7 @@ def test_scales_of_a_part_in_eval_mode_follow_no_batch(net: fx.GraphModule) -> N
     prepared = copy.deepcopy(net)
     before = fxq.qparams(prepared)
     prepared.get_submodule("backbone").eval()
-    prepared(3 * batch())
+    prepared(3 * BATCH)
     after = fxq.qparams(prepared)
     still = {name for name in before if before[name] == after[name]}
     assert {name for name in before if name.startswith("backbone")} <= still
@@ -189,8 +177,8 @@ class KeepsNorms(Net):
 
 def test_what_the_models_own_train_freezes_stays_frozen() -> None:
     model = KeepsNorms()
-    prepared = calibrated(model, batch())
+    prepared = calibrated(model, BATCH)
     assert model.backbone[0].weight.requires_grad  # the caller's model is not changed
-    assert {name.split(".")[0] for name in moved(prepared, batch())} == {"functional"}
+    assert {name.split(".")[0] for name in moved(prepared, BATCH)} == {"functional"}
     assert [name for name, parameter in prepared.named_parameters() if not parameter.requires_grad] == ["backbone.0.weight"]
     assert "KeepsNorms.train keeps backbone.1, backbone.3.norm in eval mode and freezes backbone.0.weight" in fxq.explain(prepared)

@@ -18,9 +18,10 @@ from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightScale
 from tests.shared import contract
 from tests.shared.contract import assert_contract
-from tests.shared.networks import copies, to_train, to_validate, written
+from tests.shared.networks import copies, descend, to_train, to_validate, written
 
 MODES = ("statistics", "learned", "frozen")
+BATCHES = list(torch.randn(3, 8, 2, 6, 6, generator=torch.Generator().manual_seed(1)))
 
 
 class Net(nn.Module):
@@ -28,21 +29,13 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(2, 6, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(6)
-        self.conv2 = nn.Conv2d(6, 6, 3, padding=1)
-        self.bn2 = nn.BatchNorm2d(6)
-        self.head = nn.Linear(6, 4)
+        self.conv1, self.bn1, self.conv2 = nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.Conv2d(6, 6, 3, padding=1)
+        self.bn2, self.head = nn.BatchNorm2d(6), nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn1(self.conv1(x)))
         x = F.relu(x + self.bn2(self.conv2(x)))
         return self.head(x.mean((2, 3)))
-
-
-def batches(count: int = 3) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 2, 6, 6, generator=generator) for _ in range(count)]
 
 
 def config(
@@ -58,17 +51,14 @@ def config(
 @copies
 def calibrated(qconfig: fxq.QConfig, target: str = "bayes-e", **options: Any) -> fx.GraphModule:
     torch.manual_seed(3)
-    return fxq.calibrate(fxq.prepare(Net(), batches()[0], target, qconfig, options=fxq.Options(**options)), batches())
+    return fxq.calibrate(fxq.prepare(Net(), BATCHES[0], target, qconfig, options=fxq.Options(**options)), BATCHES)
 
 
 def train(prepared: fx.GraphModule, steps: int = 4, learning_rate: float = 0.02, optimizer: Any = None) -> None:
     """A few steps towards arbitrary labels, in state TRAIN."""
-    to_train(prepared)
     optimizer = optimizer or torch.optim.SGD(prepared.parameters(), learning_rate, momentum=0.9)
-    for step in range(steps):
-        optimizer.zero_grad()
-        F.cross_entropy(prepared(batches()[step % 3]), torch.arange(8) % 4).backward()
-        optimizer.step()
+    images = (BATCHES * steps)[:steps]
+    descend(to_train(prepared), images, loss=lambda output: F.cross_entropy(output, torch.arange(8) % 4), optimizer=optimizer)
 
 
 def scales(prepared: fx.GraphModule) -> dict[str, Tensor]:
@@ -140,8 +130,8 @@ def test_learned_scales_need_no_freezing_to_train_on_what_is_validated() -> None
     prepared = calibrated(config("learned", "learned", bits=4), batch_norm="frozen")
     for _ in range(3):
         train(prepared, steps=1)
-        trained = contract.operator_outputs(prepared, batches()[2])
-        validated = contract.operator_outputs(to_validate(prepared), batches()[2])
+        trained = contract.operator_outputs(prepared, BATCHES[2])
+        validated = contract.operator_outputs(to_validate(prepared), BATCHES[2])
         assert trained.keys() == validated.keys()
         assert all(torch.equal(value, validated[name]) for name, value in trained.items())
 
@@ -171,7 +161,7 @@ def test_a_learned_scale_stays_positive() -> None:
             for scale_change in growths(prepared).values():
                 scale_change.fill_(value)
         assert all(0 < float(scale.min()) < 0.1 for scale in scales(prepared).values())
-    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), batches()[0])
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), BATCHES[0])
 
 
 def test_a_scale_raised_for_a_bias_is_not_the_learned_one_and_has_no_gradient() -> None:
@@ -207,7 +197,7 @@ def test_the_first_training_batch_continues_where_calibration_ended() -> None:
 
 
 def test_a_tensor_that_was_all_zeros_gets_a_scale_when_it_comes_to_life() -> None:
-    prepared = fxq.calibrate(fxq.prepare(Net(), batches()[0], qconfig=config()), [torch.zeros(8, 2, 6, 6)])
+    prepared = fxq.calibrate(fxq.prepare(Net(), BATCHES[0], qconfig=config()), [torch.zeros(8, 2, 6, 6)])
     quantizer = prepared.quantized.x_quantize.output
     assert quantizer.scale == 2.0**-23
     to_train(prepared)(torch.full((8, 2, 6, 6), 3.0))
@@ -221,16 +211,16 @@ def test_a_tensor_that_was_all_zeros_gets_a_scale_when_it_comes_to_life() -> Non
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_training_without_calibration_starts_from_the_first_batch_unless_scales_are_frozen(mode: str) -> None:
-    prepared = fxq.prepare(Net(), batches()[0], qconfig=config(mode, "learned" if mode == "learned" else "statistics"))
+    prepared = fxq.prepare(Net(), BATCHES[0], qconfig=config(mode, "learned" if mode == "learned" else "statistics"))
     to_train(prepared)
     if mode == "frozen":
         with pytest.raises(fxq.errors.NotCalibrated):
-            prepared(batches()[0])
+            prepared(BATCHES[0])
         return
-    prepared(batches()[0])
-    reference = contract.calibrated(Net(), batches()[:1], qconfig=config())
+    prepared(BATCHES[0])
+    reference = contract.calibrated(Net(), BATCHES[:1], qconfig=config())
     assert fxq.qparams(prepared)["x_quantize"] == fxq.qparams(reference)["x_quantize"]
-    contract.assert_validate_is_integer(prepared, fxq.convert(to_validate(prepared)), batches()[1])
+    contract.assert_validate_is_integer(prepared, fxq.convert(to_validate(prepared)), BATCHES[1])
 
 
 # ---- powers of two ------------------------------------------------------------------------------------------------------------
@@ -250,7 +240,7 @@ def test_power_of_two_scales_stay_powers_of_two_through_training(mode: str, tmp_
     multipliers = [value for name, value in named if name.endswith("multiplier") and "pool" not in name and "mean" not in name]
     assert multipliers
     assert all(is_power_of_two(value) for value in multipliers if value.dtype == torch.float32)
-    assert_contract(prepared, tmp_path / "model.onnx", batches()[0])
+    assert_contract(prepared, tmp_path / "model.onnx", BATCHES[0])
 
 
 def test_a_power_of_two_that_is_learned_moves_when_enough_steps_add_up() -> None:
@@ -280,17 +270,17 @@ def test_freezing_stops_every_scale_even_under_an_optimizer_in_motion(mode: str)
     train(prepared, 3, optimizer=optimizer)
     assert not torch.equal(prepared.conv1.weight, weight)
     assert all(torch.equal(scale, before[name]) for name, scale in scales(prepared).items())
-    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), batches()[0])
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), BATCHES[0])
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_scale_that_is_set_stays_through_training(mode: str) -> None:
     prepared = calibrated(config(mode, "learned"))
     fxq.set_qparams(prepared, {"conv1": 0.07})
-    fxq.calibrate(prepared, [3 * x for x in batches()])
+    fxq.calibrate(prepared, [3 * x for x in BATCHES])
     train(prepared)
     assert fxq.qparams(prepared)["conv1"] == pytest.approx(0.07, rel=1e-7)
-    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), batches()[0])
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), BATCHES[0])
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------------------
@@ -303,7 +293,7 @@ GRIDS = (("bayes-e", "int8", MODES), ("x86", "uint8", ("statistics", "learned", 
 )
 def test_scales_load_into_a_new_model_whatever_either_does_in_training(target: str, dtype: str, saved: str, loaded: str) -> None:
     qconfigs = [config(training, dtype=dtype) for training in (saved, loaded)]
-    one, other, file = calibrated(qconfigs[0], target), fxq.prepare(Net(), batches()[0], target, qconfigs[1]), io.BytesIO()
+    one, other, file = calibrated(qconfigs[0], target), fxq.prepare(Net(), BATCHES[0], target, qconfigs[1]), io.BytesIO()
     train(one)
     with torch.no_grad():
         for parameter in (each for name, each in one.named_parameters() if name.endswith("offset_change")):
@@ -315,25 +305,25 @@ def test_scales_load_into_a_new_model_whatever_either_does_in_training(target: s
     assert all(value == pytest.approx(scales[name], rel=2e-7) for name, value in fxq.qparams(to_validate(other)).items())
     if "pact" not in (saved, loaded):  # whose parameter is a multiple of the scale
         assert fxq.text(fxq.convert(other)) == fxq.text(fxq.convert(one))
-        assert torch.equal(other(batches()[0]), one(batches()[0]))
+        assert torch.equal(other(BATCHES[0]), one(BATCHES[0]))
     assert scales != fxq.qparams(calibrated(qconfigs[0], target)) or saved == "frozen"
     train(other)
     assert (fxq.qparams(to_validate(other)) != scales) is (loaded != "frozen")
-    contract.assert_validate_is_integer(other, fxq.convert(other), batches()[0])
+    contract.assert_validate_is_integer(other, fxq.convert(other), BATCHES[0])
 
 
 def test_calibrating_again_starts_learned_scales_anew() -> None:
     prepared = calibrated(config("learned", "learned"))
     train(prepared)
-    fxq.calibrate(prepared, batches())
+    fxq.calibrate(prepared, BATCHES)
     assert all(bool((scale_change == 0).all()) for scale_change in growths(prepared).values())
-    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), batches()[0])
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), BATCHES[0])
 
 
 def test_a_model_saved_between_observing_and_setting_its_scales_goes_on(tmp_path: Path) -> None:
     prepared = calibrated(config())
     fxq.set_state(prepared, fxq.State.CALIBRATE)
-    prepared(4 * batches()[0])
+    prepared(4 * BATCHES[0])
     loaded = fxq.load(fxq.save(prepared, tmp_path / "model.fxq"))
     assert fxq.qparams(to_validate(loaded)) == fxq.qparams(to_validate(prepared)) != fxq.qparams(calibrated(config()))
 
@@ -597,17 +587,17 @@ def test_the_contract_holds_after_training(name: str, tmp_path: Path) -> None:
     moved = [name for name, value in before.items() if not torch.equal(value, prepared.get_parameter(name))]
     assert len(moved) >= len(before) / 2
     integer = fxq.convert(prepared)
-    contract.assert_alive(integer, batches()[0])
-    contract.assert_validate_is_integer(prepared, integer, batches()[0])
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batches()[0],)])
+    contract.assert_alive(integer, BATCHES[0])
+    contract.assert_validate_is_integer(prepared, integer, BATCHES[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(BATCHES[0],)])
     loaded = fxq.load(fxq.save(prepared, tmp_path / "one.fxq"))
     assert fxq.save(loaded, tmp_path / "two.fxq").read_bytes() == (tmp_path / "one.fxq").read_bytes()
     assert fxq.text(fxq.convert(loaded)) == fxq.text(integer)
     state = {name: value.clone() for name, value in prepared.state_dict().items()}
-    fresh = fxq.prepare(Net(), batches()[0], target, qconfig)
+    fresh = fxq.prepare(Net(), BATCHES[0], target, qconfig)
     assert fresh.load_state_dict(state) == ([], [])
     assert fxq.text(fxq.convert(fresh)) == fxq.text(integer)
-    contract.assert_train_is_validate(prepared, batches()[1])
+    contract.assert_train_is_validate(prepared, BATCHES[1])
 
 
 @pytest.mark.parametrize("weights", ["learned", "tqt"])
@@ -638,6 +628,6 @@ def test_learned_weight_scales_stay_in_a_model_that_learns_none(tmp_path: Path) 
         train(model)
         assert torch.equal(model.quantized.conv1.weight_quantizer.learned.current(), kept)
     assert fxq.text(fxq.convert(again)) == fxq.text(fxq.convert(plain))
-    contract.assert_train_is_validate(plain, batches()[0])
+    contract.assert_train_is_validate(plain, BATCHES[0])
     plain.load_state_dict(calibrated(config(bits=4), "nash-e").state_dict())
     assert plain.quantized.conv1.weight_quantizer.learned is None

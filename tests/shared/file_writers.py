@@ -42,8 +42,7 @@ class World:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.float = network()
-        self.batches = [torch.randn(2, 3, 8, 8) for _ in range(2)]
+        self.float, self.batches = network(), [torch.randn(2, 3, 8, 8) for _ in range(2)]
         self.prepared = fxq.prepare(self.float, self.batches[0], "nash-e")
         fxq.calibrate(self.prepared, self.batches)
         self.integer = fxq.convert(self.prepared)

@@ -4,7 +4,7 @@ import copy
 import functools
 import inspect
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,21 @@ def to_validate(prepared: fx.GraphModule) -> fx.GraphModule:
     """The prepared model itself, in state VALIDATE and eval mode."""
     fxq.set_state(prepared, fxq.State.VALIDATE)
     return prepared.eval()
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def descend(
+    model: nn.Module, batches: Iterable[Any], rate: float = 0.01, loss: Callable[[Any], Tensor] = mean_square, optimizer: Any = None
+) -> None:
+    """Take one step down the loss of each batch, by stochastic gradient descent unless an optimizer is given."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), rate)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss(model(batch)).backward()
+        optimizer.step()
 
 
 def dtypes(prepared: nn.Module) -> dict[str, str]:
