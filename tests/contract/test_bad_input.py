@@ -39,41 +39,12 @@ def made() -> Compiled:
 
 
 @pytest.fixture
-def prepared() -> fx.GraphModule:
-    return fxq.prepare(small(), batch(), "bayes-e")
-
-
-@pytest.fixture
-def calibrated() -> fx.GraphModule:
-    return copy.deepcopy(made().prepared)
-
-
-@pytest.fixture
 def integer() -> fx.GraphModule:
     return copy.deepcopy(made().integer)
 
 
-@pytest.fixture
-def exported(integer: fx.GraphModule, tmp_path: Path) -> Path:
-    return fxq.export_onnx(integer, tmp_path / "model.onnx")
-
-
-def error_text(action: Callable[[], object], kind: type[fxq.FxQuantError]) -> str:
-    """The text of the error that the action raises, without line numbers."""
-    with pytest.raises(kind) as caught:
-        action()
-    assert type(caught.value) is kind
-    return re.sub(r"\.py:\d+", ".py:N", str(caught.value)) + "\n"
-
-
 def observations(prepared: fx.GraphModule) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in prepared.state_dict().items() if ".observer." in name}
-
-
-def assert_still_usable(prepared: fx.GraphModule) -> None:
-    """Calibration goes on, and what comes of it holds the contract."""
-    fxq.calibrate(prepared, [batch()])
-    assert_validate_is_integer(prepared, fxq.convert(prepared), batch())
 
 
 # ---- calibration --------------------------------------------------------------------------------------------------------
@@ -97,8 +68,9 @@ BAD_BATCHES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", [*BAD_BATCHES, "overflow"])
-def test_a_bad_batch_is_refused_and_earlier_ones_are_kept(prepared: fx.GraphModule, name: str) -> None:
-    """A batch that overflows inside, too."""
+def test_a_bad_batch_is_refused_and_earlier_ones_are_kept(name: str) -> None:
+    """A batch that overflows inside, too; calibration goes on, and what comes of it holds the contract."""
+    prepared = fxq.prepare(small(), batch(), "bayes-e")
     if name == "overflow":
         torch.nn.init.constant_(prepared.conv.weight, 10.0)
     good, reference = batch(), copy.deepcopy(prepared)
@@ -109,7 +81,8 @@ def test_a_bad_batch_is_refused_and_earlier_ones_are_kept(prepared: fx.GraphModu
     expected = observations(reference)
     assert all(torch.equal(value, expected[key]) for key, value in observations(prepared).items())
     assert {module.state for module in prepared.modules() if hasattr(module, "state")} == {fxq.State.CALIBRATE}
-    assert_still_usable(prepared)
+    fxq.calibrate(prepared, [batch()])
+    assert_validate_is_integer(prepared, fxq.convert(prepared), batch())
 
 
 # ---- the wrong model at the wrong time ------------------------------------------------------------------------------------
@@ -130,7 +103,10 @@ ERRORS: dict[str, tuple[type[fxq.FxQuantError], Callable[[], object]]] = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_error_says_what_where_why_and_what_to_do(name: str, golden: Golden) -> None:
     kind, action = ERRORS[name]
-    golden(error_text(action, kind), f"{name}.txt")
+    with pytest.raises(kind) as caught:
+        action()
+    assert type(caught.value) is kind
+    golden(re.sub(r"\.py:\d+", ".py:N", str(caught.value)) + "\n", f"{name}.txt")
 
 
 # ---- files ------------------------------------------------------------------------------------------------------------------
@@ -138,10 +114,6 @@ def write_foreign_model(path: Path) -> None:
     value = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["batch", *SHAPE])
     result = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", *SHAPE])
     onnx.save(helper.make_model(helper.make_graph([helper.make_node("Relu", ["image"], ["y"])], "foreign", [value], [result])), path)
-
-
-def write_other_model(path: Path) -> None:
-    fxq.export_onnx(compiled(nn.Sequential(nn.Conv2d(2, 4, 3)), [batch()]).integer, path)
 
 
 BAD_FILES: dict[str, tuple[Callable[[Path, bytes], object], str]] = {  # of a path and of the right content, and what is said
@@ -155,13 +127,15 @@ BAD_FILES: dict[str, tuple[Callable[[Path, bytes], object], str]] = {  # of a pa
         for share in (0.1, 0.5, 0.9, 0.999)
     },
     "foreign": (lambda path, content: write_foreign_model(path), "was not written by fxquant"),
-    "other model": (lambda path, content: write_other_model(path), "is the file of another model"),
+    "other model": (
+        lambda path, content: fxq.export_onnx(compiled(nn.Conv2d(2, 4, 3), [batch()]).integer, path), "is the file of another model"
+    ),
     "integer interface": (lambda path, content: fxq.export_onnx(made().integer, path, io="integer"), "cannot be verified"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_file_that_is_not_the_export_of_the_model(integer: fx.GraphModule, calibrated: fx.GraphModule, name: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_the_export_of_the_model(integer: fx.GraphModule, name: str, tmp_path: Path) -> None:
     write, said = BAD_FILES[name]
     content = fxq.export_onnx(integer, tmp_path / "right.onnx").read_bytes()
     path = tmp_path / "model.onnx"
@@ -169,13 +143,13 @@ def test_a_file_that_is_not_the_export_of_the_model(integer: fx.GraphModule, cal
     with pytest.raises(fxq.errors.ExportError, match=rf"model\.onnx {said}\n  because .*\n  remedy "):
         fxq.verify(integer, path, [batch()])
     with pytest.raises(fxq.errors.ExportError):
-        fxq.verify(path, calibrated, [batch()])
+        fxq.verify(path, copy.deepcopy(made().prepared), [batch()])
 
 
 @pytest.mark.parametrize("name", BAD_BATCHES)
-def test_verifying_with_a_bad_batch(integer: fx.GraphModule, exported: Path, name: str) -> None:
+def test_verifying_with_a_bad_batch(integer: fx.GraphModule, name: str, tmp_path: Path) -> None:
     """Compare NaN and infinity, too: their integers are defined."""
-    batches = [batch(), BAD_BATCHES[name]()]
+    exported, batches = fxq.export_onnx(integer, tmp_path / "model.onnx"), [batch(), BAD_BATCHES[name]()]
     if name in ("nan", "infinite"):
         assert fxq.verify(integer, exported, batches)
         return
@@ -191,15 +165,11 @@ def odd(m: Any, image: Tensor) -> Tensor:
     return m.head(x)
 
 
-def odd_model() -> nn.Module:
-    return written(odd, conv=nn.Conv2d(2, 4, 3), head=nn.Conv2d(4, 3, 1))
-
-
-def test_an_unknown_operator_stays_in_float_and_says_so_and_every_integer_segment_is_equal(
+def test_an_unknown_operator_stays_in_float_and_every_integer_segment_is_equal_and_what_floats_flip_is_counted_apart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "fxquant"):
-        prepared, integer = compiled(odd_model(), [batch()])
+        prepared, integer = compiled(written(odd, conv=nn.Conv2d(2, 4, 3), head=nn.Conv2d(4, 3, 1)), [batch()])
     assert "2 are left in float" in caplog.text
     assert "2 because softmax: amax: it reduces the batch, whose size is not fixed" in caplog.text
     assert_validate_is_integer(prepared, integer, batch())
@@ -209,16 +179,10 @@ def test_an_unknown_operator_stays_in_float_and_says_so_and_every_integer_segmen
     assert report, str(report)
     assert {"conv", "head"} <= report.names
     assert report.flips == count_flips(integer, path, batches)
-
-
-def test_what_float_operators_flip_is_counted_apart(tmp_path: Path) -> None:
-    integer = compiled(odd_model(), [batch()]).integer
-    path = fxq.export_onnx(integer, tmp_path / "model.onnx")
     model = onnx.load(path)
     softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
     softmax.op_type = "LogSoftmax"  # a float operator that computes something else
     onnx.save(model, path)
-    batches = [batch(16), batch(1)]
     report = fxq.verify(integer, path, batches)
     assert report, "equal inputs of a segment give equal outputs"
     assert report.flips == count_flips(integer, path, batches) > 0

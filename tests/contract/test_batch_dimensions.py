@@ -129,14 +129,11 @@ def test_samples_are_counted_and_cut_along_the_batch(caplog: pytest.LogCaptureFi
     contract.assert_validate_is_integer(prepared, fxq.convert(prepared), *inputs("lstm", 3, 9))
 
 
-def test_a_float_model_is_compared_with_its_batch_where_the_other_form_has_it() -> None:
+def test_comparisons_and_searches_have_the_batch_of_the_form_that_says_it() -> None:
     batches = [inputs("attention", size, seed) for seed, size in enumerate((4, 3))]
     prepared, integer = compiled("attention")
     assert fxq.compare(made("attention"), integer, batches, advice=False).batches == 2
     assert fxq.compare(prepared, made("attention"), batches, advice=False).batches == 2
-
-
-def test_a_traced_model_brings_its_batch_along_to_a_search() -> None:
     batches = [inputs("attention", 8, seed) for seed in range(4)]
     traced = fxq.trace(made("attention"), batches[0], options=fxq.Options(dynamic_shapes=SHAPES["attention"]))
     sensitivity = fxq.search.sensitivity(traced, batches, "bayes-e", options=fxq.Options(measured=False))
@@ -199,22 +196,14 @@ def test_every_form_of_torch_export_is_taken(form: str) -> None:
     assert input_shapes(traced) == [f"f32[{sizes}]" for sizes in wanted]
 
 
-def test_a_collection_of_shapes_is_taken() -> None:
-    x, h, c = inputs("states", 4)
-    shapes = torch.export.ShapesCollection()
-    for value in (x, h, c):
+def test_a_collection_of_shapes_is_taken_and_inputs_after_a_star_have_their_own_entries() -> None:
+    states, shapes = inputs("states", 4), torch.export.ShapesCollection()
+    for value in states:
         shapes[value] = {1: BATCH}
-    traced = fxq.trace(made("states"), (x, h, c), options=fxq.Options(dynamic_shapes=shapes))
+    traced = fxq.trace(made("states"), states, options=fxq.Options(dynamic_shapes=shapes))
     assert input_shapes(traced) == ["f32[5,B,6]", "f32[2,B,4]", "f32[2,B,4]"]
-
-
-def test_inputs_after_a_star_have_their_own_entries() -> None:
-    x = torch.ones(5, 3, 2)
-    traced = fxq.trace(
-        Nested(),
-        (x, (x, x), {"y": x}, x, x[:1]),
-        options=fxq.Options(dynamic_shapes=({1: BATCH}, ({1: BATCH},) * 2, {"y": {1: BATCH}}, ({1: BATCH},) * 2)),
-    )
+    x, starred = torch.ones(5, 3, 2), ({1: BATCH}, ({1: BATCH},) * 2, {"y": {1: BATCH}}, ({1: BATCH},) * 2)
+    traced = fxq.trace(Nested(), (x, (x, x), {"y": x}, x, x[:1]), options=fxq.Options(dynamic_shapes=starred))
     assert input_shapes(traced) == [*["f32[5,B,2]"] * 5, "f32[1,B,2]"]
 
 
@@ -313,17 +302,11 @@ CASES: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 
 
-def wide_network(case: str) -> tuple[fx.GraphModule, fx.GraphModule]:
-    torch.manual_seed(0)
-    target, qconfig = CASES[case]
-    prepared, integer = contract.compiled(Wide().eval(), [WIDE_BATCH], target, qconfig)
-    return prepared, integer
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", CASES)
 def test_an_empty_batch(case: str) -> None:
-    prepared, integer = wide_network(case)
+    torch.manual_seed(0)
+    prepared, integer = contract.compiled(Wide().eval(), [WIDE_BATCH], *CASES[case])
     for form in (integer, integer, prepared):
         assert form(WIDE_BATCH[:0]).shape == (0, 4)
     fxq.set_state(prepared, "float")
@@ -364,13 +347,10 @@ def unfixed(path: Path) -> list[str]:
     onnx.checker.check_model(model, full_check=True)
     inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True).graph
     types = {info.name: info.type.tensor_type for info in (*inferred.input, *inferred.value_info, *inferred.output)}
+    shapes = {name: value.shape.dim for name, value in types.items() if value.HasField("shape")}
     names = [info.name for info in inferred.input] + [name for node in inferred.node for name in node.output if name]
     assert len(names) > 3
-    return [
-        name
-        for name in names
-        if name not in types or not types[name].HasField("shape") or not all(dim.HasField("dim_value") for dim in types[name].shape.dim)
-    ]
+    return [name for name in names if name not in shapes or not all(dim.HasField("dim_value") for dim in shapes[name])]
 
 
 @pytest.fixture(scope="module")
@@ -425,15 +405,12 @@ def test_batches_of_another_size_are_refused_by_name(result: fxq.results.Result,
             run()
 
 
-def test_a_batch_size_that_the_graph_does_not_hold_for(tmp_path: Path) -> None:
+def test_a_batch_size_that_the_model_does_not_hold_for(tmp_path: Path) -> None:
     only_even = Network(lambda s, image: s.conv(image).view(image.shape[0] // 2, 2, 4, 8, 8).sum(1), conv=nn.Conv2d(3, 4, 1))
     halves = fxq.quantize(only_even.eval(), [images(4)])
     with pytest.raises(fxq.errors.ConfigurationError, match=r"batch_size=1 cannot be used[\s\S]*because[\s\S]*remedy"):
         halves.export(tmp_path / "m.onnx", batch_size=1)
     assert halves.verify(halves.export(tmp_path / "m.onnx", batch_size=2), [images(2)])
-
-
-def test_a_model_that_was_traced_with_a_fixed_batch(tmp_path: Path) -> None:
     static = fxq.quantize(nn.Conv2d(3, 4, 1).eval(), [images(2)], options=fxq.Options(dynamic_shapes={}))
     assert static.export(tmp_path / "a.onnx", batch_size=2).read_bytes() == static.export(tmp_path / "b.onnx").read_bytes()
     with pytest.raises(fxq.errors.ConfigurationError, match="traced with fixed sizes, and a batch of 2"):

@@ -63,19 +63,11 @@ def images(name: str, count: int, batch: int = 0) -> Tensor:
     return entry(name).test_batches[batch][:count]
 
 
-def exported(name: str, target: str, directory: Path) -> Path:
-    return fxq.export_onnx(compiled(name, target).integer, directory / "model.onnx", style="exact")
-
-
 # ---- E1, E2, E3 on whole models ---------------------------------------------------------------------------------------
 @every_pair
-def test_validate_is_integer(name: str, target: str) -> None:
+def test_validate_is_integer_and_integer_is_onnx_at_two_batch_sizes(name: str, target: str, tmp_path: Path) -> None:
     contract.assert_alive(compiled(name, target).integer, images(name, 8))
     contract.assert_validate_is_integer(*compiled(name, target), images(name, 8))
-
-
-@every_pair
-def test_integer_is_onnx_at_two_batch_sizes(name: str, target: str, tmp_path: Path) -> None:
     contract.assert_integer_is_onnx(compiled(name, target).integer, tmp_path / "model.onnx", [(images(name, 3),), (images(name, 1, 1),)])
 
 
@@ -188,14 +180,9 @@ def test_accumulators_of_real_images_are_exact_and_within_their_bound(name: str,
     values = graph_values(integer, images(name, 2))
     for node, holder in accumulators(integer):
         assert int(values[node.name].long().abs().max()) < 2 ** (notes(holder)["accumulator_bits"] - 1), node.name
-        if node.target is accumulate.convolution:
-            assert torch.equal(values[node.name].double(), exact_convolution(integer, node, values))
-
-
-def exact_convolution(integer: fx.GraphModule, node: fx.Node, values: dict[str, Tensor]) -> Tensor:
-    """In float64, whose integers are exact up to 2^53."""
-    weight, bias = constants(integer, node)
-    return F.conv2d(values[node.args[0].name].double(), weight.double(), None if bias is None else bias.double(), *node.args[3:7])
+        if node.target is accumulate.convolution:  # in float64, whose integers are exact up to 2^53
+            weight, bias = (None if each is None else each.double() for each in constants(integer, node))
+            assert torch.equal(values[node.name].double(), F.conv2d(values[node.args[0].name].double(), weight, bias, *node.args[3:7]))
 
 
 def large_weights(layer: nn.Module) -> nn.Module:
@@ -310,7 +297,7 @@ def test_no_float_stands_between_the_boundary_nodes(name: str, target: str) -> N
 
 @every_pair
 def test_every_onnx_value_is_a_whole_number_of_its_declared_type(name: str, target: str, tmp_path: Path) -> None:
-    path = exported(name, target, tmp_path)
+    path = fxq.export_onnx(compiled(name, target).integer, tmp_path / "model.onnx", style="exact")
     model = OnnxModel(path)
     inferred = onnx.shape_inference.infer_shapes(model.model, check_type=True, strict_mode=True)
     types = {info.name: info.type.tensor_type.elem_type for info in (*inferred.graph.value_info, *inferred.graph.output)}
@@ -381,32 +368,24 @@ def add_one(array: np.ndarray) -> np.ndarray:
     return (array + 1).astype(array.dtype)
 
 
-def spoil_bias(model: onnx.ModelProto, accumulator: str, result: str, target: str) -> None:
-    replace_input(model, onnx_node(model, onnx_node(model, accumulator).input[2]), 0, add_one)
-
-
-def spoil_multiplier(model: onnx.ModelProto, accumulator: str, result: str, target: str) -> None:
-    index = 2 if target == "bayes-e" else 1  # after the accumulator, and the first shift where there is one
-    replace_input(model, onnx_node(model, result), index, lambda multiplier: multiplier * (1 + LAST_OF_15_BITS))
-
-
-def spoil_zero_point(model: onnx.ModelProto, accumulator: str, result: str, target: str) -> None:
-    call = onnx_node(model, result)
-    replace_input(model, call, len(call.input) - 1, add_one)
-
-
 @pytest.mark.sweep(1)
 @every_target
-@pytest.mark.parametrize("spoil", [spoil_bias, spoil_multiplier, spoil_zero_point])
-def test_a_constant_of_the_file_that_is_off_by_one_is_located(spoil: Callable[..., None], target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["bias", "multiplier", "zero point"])
+def test_a_constant_of_the_file_that_is_off_by_one_is_located(role: str, target: str, tmp_path: Path) -> None:
     integer = compiled("demo network", target).integer
     before, accumulator, result = layer_nodes(integer)
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="exact", functions=True)  # a call has its constants as inputs
     model = onnx.load(str(path))
-    spoil(model, accumulator.name, result.name, target)
+    call = onnx_node(model, result.name)
+    if role == "bias":
+        replace_input(model, onnx_node(model, onnx_node(model, accumulator.name).input[2]), 0, add_one)
+    elif role == "multiplier":  # after the accumulator, and the first shift where there is one
+        replace_input(model, call, 2 if target == "bayes-e" else 1, lambda multiplier: multiplier * (1 + LAST_OF_15_BITS))
+    else:
+        replace_input(model, call, len(call.input) - 1, add_one)
     onnx.save(model, str(path))
     report = fxq.verify(integer, path, entry("demo network").test_batches)
-    spoiled, inputs = (accumulator, before) if spoil is spoil_bias else (result, accumulator)
+    spoiled, inputs = (accumulator, before) if role == "bias" else (result, accumulator)
     assert_located(report, spoiled.name, inputs.name)
 
 
@@ -437,8 +416,7 @@ def test_verifying_leaves_a_prepared_model_as_it_was() -> None:
         module.training = index % 3 != 0
     fxq.set_state(prepared, fxq.State.TRAIN)
     flags = [module.training for module in prepared.modules()]
-    before = {name: value.clone() for name, value in prepared.state_dict().items()}
+    before = copy.deepcopy(prepared.state_dict())
     assert fxq.verify(prepared, integer, [batch, 2 * batch])
     assert [module.training for module in prepared.modules()] == flags
-    after = prepared.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert contract.same_state(prepared, before)

@@ -20,7 +20,7 @@ from fxquant.accuracy.measure import FloatOutputs
 from fxquant.accuracy.weights import _Layer as Layer
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
 from tests.shared.contract import same_state
-from tests.shared.networks import to_train
+from tests.shared.networks import descend, to_train
 
 pytestmark = pytest.mark.nightly
 
@@ -77,12 +77,12 @@ def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
             "calibrated": {name: calibrated(rank, observer) for name, observer in OBSERVERS.items()},
             "again": again(rank),
             "rounded": rounded(rank),
-            "one without": one_without(rank),
+            "one without": fxq.qparams(fxq.calibrate(prepare(), shards() if rank == 0 else [])),
             "failed": failed(rank),
             "trained": trained(rank, pickled),
             "frozen": frozen(rank),
             "learned": learned(rank),
-            "searched": searched(),
+            "searched": searches(Metric()),
             "lost": lost(rank, directory),
             "other batches": refused(lambda: fxq.search.sensitivity(network(), shard(rank))),
             "other weights": refused(lambda: fxq.calibrate(other_weights(rank), shard(rank))),
@@ -99,16 +99,13 @@ def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
 
 
 def calibrated(rank: int, observer: type[Observer]) -> Any:
-    prepared = prepare(observer)
-    fxq.calibrate(prepared, shard(rank))
+    prepared = fxq.calibrate(prepare(observer), shard(rank))
     return fxq.qparams(prepared), observations(prepared)
 
 
 def again(rank: int) -> Any:
     """Calibrate twice: observations of all ranks are counted once when a second calibration goes on."""
-    prepared = prepare(HistogramObserver)
-    fxq.calibrate(prepared, shard(rank))
-    fxq.calibrate(prepared, shard(rank))
+    prepared = fxq.calibrate(fxq.calibrate(prepare(HistogramObserver), shard(rank)), shard(rank))
     return fxq.qparams(prepared), observations(prepared)
 
 
@@ -119,17 +116,9 @@ def rounded(rank: int) -> Any:
     return {name: value.clone() for name, value in prepared.state_dict().items() if name.endswith(("offset", "correction.value"))}
 
 
-def one_without(rank: int) -> Any:
-    """A rank without any batch."""
-    prepared = prepare()
-    fxq.calibrate(prepared, shards() if rank == 0 else [])
-    return fxq.qparams(prepared)
-
-
 def failed(rank: int) -> Any:
     """One rank has bad data: all ranks raise the error, and keep their observations."""
-    prepared = prepare()
-    fxq.calibrate(prepared, shard(rank))
+    prepared = fxq.calibrate(prepare(), shard(rank))
     before = observations(prepared)
     batches = shard(rank) if rank == 0 else [shard(rank)[0], shard(rank)[1] * float("nan")]
     try:
@@ -142,8 +131,7 @@ def failed(rank: int) -> Any:
 
 def trained(rank: int, prepared: fx.GraphModule) -> Any:
     """Three steps with live statistics, each rank on its own shard."""
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    model = DistributedDataParallel(prepared.train())
+    model = DistributedDataParallel(to_train(prepared))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     grads, start = [], {name: value.clone() for name, value in prepared.state_dict().items()}
     for batch in shard(rank)[:2] + shard(rank)[:1]:
@@ -167,10 +155,9 @@ def trained(rank: int, prepared: fx.GraphModule) -> Any:
 
 def frozen(rank: int) -> Any:
     """One step without statistics: the gradient is that of the ranks' batches together."""
-    prepared = calibrated_alone()
-    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared = to_train(calibrated_alone())
     fxq.freeze(prepared)
-    model = DistributedDataParallel(prepared.train())
+    model = DistributedDataParallel(prepared)
     loss_of(model, shard(rank)[0]).backward()
     return gradients(prepared)
 
@@ -187,10 +174,8 @@ def learner() -> fx.GraphModule:
 def three_steps(model: nn.Module, rank: int | None) -> None:
     """Train on a rank's half of each batch, or on the whole batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    for batch in shards()[:3]:
-        optimizer.zero_grad()
-        loss_of(model, batch if rank is None else batch[2 * rank : 2 * rank + 2]).backward()
-        optimizer.step()
+    mine = slice(None) if rank is None else slice(2 * rank, 2 * rank + 2)
+    descend(model, [batch[mine] for batch in shards()[:3]], optimizer=optimizer)
 
 
 def learned(rank: int) -> Any:
@@ -228,10 +213,6 @@ def searches(metric: Metric) -> dict[str, Any]:
         before = metric.calls
         by_name[name] = repr(call()), metric.calls - before
     return by_name
-
-
-def searched() -> Any:
-    return searches(Metric())
 
 
 def lost(rank: int, directory: str) -> Any:
@@ -306,9 +287,7 @@ def tuned(name: str, **settings: Any) -> Any:
 
 
 def calibrated_alone() -> fx.GraphModule:
-    prepared = prepare()
-    fxq.calibrate(prepared, shards(), options=fxq.Options(distributed=False))
-    return prepared
+    return fxq.calibrate(prepare(), shards(), options=fxq.Options(distributed=False))
 
 
 @pytest.fixture(scope="module")
@@ -329,15 +308,12 @@ def test_every_rank_has_the_same_scales_and_statistics(ranks: list[dict[str, Any
     assert scales == others
     assert same_state(seen, others_seen)
     assert all(0 < scale < float("inf") for scale in scales.values())
-    single = prepare(OBSERVERS[name])
-    fxq.calibrate(single, shards())
+    single = fxq.calibrate(prepare(OBSERVERS[name]), shards())
     exact = name == "minmax"
     assert scales == pytest.approx(fxq.qparams(single), rel=0 if exact else 2e-2 if name in ("histogram", "percentile") else 1e-6, abs=0)
     counts = {name: int(value) for name, value in seen.items() if name.endswith(".count")}
     assert set(counts.values()) == {len(shards())}
-    apart = prepare(OBSERVERS[name])
-    fxq.calibrate(apart, shard(1))
-    assert fxq.qparams(apart) != scales, "one shard alone has other scales"
+    assert fxq.qparams(fxq.calibrate(prepare(OBSERVERS[name]), shard(1))) != scales, "one shard alone has other scales"
 
 
 def test_a_second_calibration_goes_on(ranks: list[dict[str, Any]]) -> None:
@@ -350,13 +326,10 @@ def test_a_second_calibration_goes_on(ranks: list[dict[str, Any]]) -> None:
     assert float(seen[total].sum()) == 2 * float(once[total].sum())
 
 
-def test_ranks_round_weights_and_correct_biases_alike(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_round_weights_and_correct_biases_alike_and_a_rank_may_have_no_batch(ranks: list[dict[str, Any]]) -> None:
     decided = ranks[0]["rounded"]
     assert {name.rpartition(".")[2] for name in decided} == {"offset", "value"}
     assert same_state(decided, ranks[1]["rounded"])
-
-
-def test_a_rank_may_have_no_batch(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["one without"] == ranks[1]["one without"] == fxq.qparams(calibrated_alone())
 
 
@@ -369,14 +342,11 @@ def test_a_failure_reaches_all_ranks(ranks: list[dict[str, Any]]) -> None:
 
 
 # ---- training -----------------------------------------------------------------------------------------------------------
-def test_gradients_are_equal_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+def test_gradients_parameters_scales_and_statistics_are_equal_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     for one, other in zip(*(rank["trained"]["gradients"] for rank in ranks), strict=True):
         assert same_state(one, other)
         assert len(one) == 8
         assert all(bool(value.abs().sum() > 0) for name, value in one.items() if "0.bias" not in name and "1.bias" not in name)
-
-
-def test_parameters_scales_and_statistics_are_equal_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     one, other = (rank["trained"] for rank in ranks)
     assert same_state(one["state"], other["state"])
     assert any(name.endswith("scale") for name in one["moved"])
@@ -387,10 +357,8 @@ def test_parameters_scales_and_statistics_are_equal_on_all_ranks(ranks: list[dic
 
 
 def test_the_gradient_is_that_of_all_shards_together(ranks: list[dict[str, Any]]) -> None:
-    prepared = calibrated_alone()
-    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared = to_train(calibrated_alone())
     fxq.freeze(prepared)
-    prepared.train()
     loss_of(prepared, torch.cat([shard(rank)[0] for rank in range(RANKS)])).backward()
     assert same_state(ranks[0]["frozen"], ranks[1]["frozen"])
     for name, value in gradients(prepared).items():

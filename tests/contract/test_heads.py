@@ -31,8 +31,7 @@ class Head(nn.Module):
     def __init__(self, name: str, apart: bool = False) -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.stem = nn.Conv2d(3, 8, 3, 2, 1)
-        self.box, self.score, self.more = nn.Conv2d(8, 4, 1), nn.Conv2d(8, 3, 1), nn.Conv2d(8, 2, 1)
+        self.stem, self.box, self.score, self.more = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 3, 1), nn.Conv2d(8, 2, 1)
         self.register_buffer("anchors", torch.tensor([[10.0, 13.0], [33.0, 23.0]]))
         self.name, self.apart = name, apart
 

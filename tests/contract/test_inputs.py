@@ -30,11 +30,8 @@ class Pair(nn.Module):
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.left = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU())
-        self.right = nn.Conv2d(3, 4, 1)
-        self.up = nn.Upsample(scale_factor=2, mode="bilinear")
-        self.norm = norm
-        self.head = nn.Linear(4, 5)
+        self.left, self.right = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU()), nn.Conv2d(3, 4, 1)
+        self.up, self.norm, self.head = nn.Upsample(scale_factor=2, mode="bilinear"), norm, nn.Linear(4, 5)
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         both = self.up(self.left(x) + self.right(y))

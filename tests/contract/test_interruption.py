@@ -32,7 +32,7 @@ from fxquant.quantization.quantizer import Quantizer
 from fxquant.search import observer_search
 from fxquant.support import progress as shown
 from tests.shared.contract import same_state
-from tests.shared.networks import Network
+from tests.shared.networks import Network, descend, to_train
 
 
 def forward(m: Any, x: Tensor) -> Tensor:
@@ -345,11 +345,7 @@ def calibrate(prepared: fx.GraphModule) -> None:
 def train(prepared: fx.GraphModule) -> None:
     """One step, from the state that a checkpoint holds."""
     prepared.load_state_dict(bits(calibrated(len(UNEQUAL))))
-    fxq.set_state(prepared, "train")
-    prepared.train().zero_grad()
-    optimizer = torch.optim.SGD(prepared.parameters(), 0.1)
-    prepared(UNEQUAL[0]).square().mean().backward()
-    optimizer.step()
+    descend(to_train(prepared), UNEQUAL[:1], 0.1)
     fxq.set_state(prepared.eval(), "validate")
 
 

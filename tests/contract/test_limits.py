@@ -149,13 +149,10 @@ def test_no_scale_covers_where_a_function_saturates(function: Callable[[Tensor],
     assert fxq.qparams(prepared)["x_quantize"] <= float32(-low / (2 ** (bits - 1) - 1))
 
 
-def test_a_tensor_with_another_reader_is_covered_whole() -> None:
+def test_a_tensor_with_another_reader_is_covered_whole_and_so_are_values_that_are_averaged_before_a_limit() -> None:
     x = 100 * normal()
     prepared = compiled(around(lambda m, x: (torch.sigmoid(x), m.conv(x))), [x]).prepared
     assert fxq.qparams(prepared)["x_quantize"] > 50 / 127
-
-
-def test_values_that_are_averaged_before_a_limit_are_observed_whole() -> None:
     x = spikes()
     prepared = compiled(around(lambda m, x: F.interpolate(x, scale_factor=2, mode="bilinear").clamp(-1, 1)), [x]).prepared
     assert fxq.qparams(prepared)["x_quantize"] > 1  # of thousands

@@ -13,7 +13,7 @@ import fxquant as fxq
 from fxquant.numerics.grids import Ratio, real_multiplier
 from fxquant.ops.sampling.resize import _nearest, _neighbours
 from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, compiled, same_state
-from tests.shared.networks import Network, copies, to_train
+from tests.shared.networks import Network, copies, descend, to_train
 
 BATCH = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
@@ -21,15 +21,9 @@ BATCH = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.slope = nn.PReLU(4)
-        self.alone = nn.BatchNorm2d(4)
-        self.offset = nn.Parameter(torch.randn(4, 1, 1))
-        self.least = nn.Parameter(torch.randn(4, 1, 1))
-        self.factor = nn.Parameter(torch.randn(6))
-        self.matrix = nn.Parameter(torch.randn(4, 4))
-        self.head = nn.Linear(4, 5)
+        self.conv, self.norm, self.slope, self.alone = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.PReLU(4), nn.BatchNorm2d(4)
+        self.offset, self.least = nn.Parameter(torch.randn(4, 1, 1)), nn.Parameter(torch.randn(4, 1, 1))
+        self.factor, self.matrix, self.head = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.slope(self.norm(self.conv(x)))
@@ -85,11 +79,7 @@ def test_a_parameter_that_is_not_finite_is_named_by_whatever_meets_it(place: str
     node, module, because = {**PLACES, **CONSTANTS}[place]
     with torch.no_grad():
         dict((*model.named_parameters(), *model.named_buffers()))[place].view(-1)[1] = value
-    _expect(actions(model), node, module, because, value)
-
-
-def _expect(todo: dict[str, Callable[[], object]], node: str, module: str | None, because: str, value: float) -> None:
-    for name, action in todo.items():
+    for name, action in actions(model).items():
         with pytest.raises(fxq.FxQuantError) as caught:
             action()
         error = caught.value
@@ -210,10 +200,7 @@ def test_what_inference_mode_evaluated_can_be_trained(mode: str) -> None:
         integer_inside = fxq.convert(made_inside)
     for ready in (model(), made_inside):
         assert not any(tensor.is_inference() for tensor in (*ready.parameters(), *ready.buffers()))
-        to_train(ready)
-        optimizer = torch.optim.SGD(ready.parameters(), 0.1)
-        ready(x).sum().backward()
-        optimizer.step()
+        descend(to_train(ready), [x], 0.1, torch.sum)
         assert_train_is_validate(ready, x)
     assert not any(tensor.is_inference() for tensor in integer_inside.buffers())
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.ir.graph import copy_parameters
 from tests.shared.contract import all_equal
-from tests.shared.networks import Network, to_train
+from tests.shared.networks import Network, descend, to_train
 
 
 class Mixed(nn.Module):
@@ -21,11 +21,9 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(8, 16)
-        self.norm = nn.RMSNorm(16)
+        self.first, self.norm = nn.Linear(8, 16), nn.RMSNorm(16)
         self.encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.5, batch_first=True)
-        self.recurrent = nn.LSTM(16, 16, batch_first=True, dropout=0.3, num_layers=2)
-        self.gain = nn.Parameter(torch.ones(16))
+        self.recurrent, self.gain = nn.LSTM(16, 16, batch_first=True, dropout=0.3, num_layers=2), nn.Parameter(torch.ones(16))
         self.register_buffer("offset", torch.linspace(0, 1, 16), persistent=False)
         self.again = self.norm  # one layer at two places
         self.last = nn.Linear(16, 4)
@@ -108,12 +106,7 @@ def test_an_integer_model_is_kept_while_training_goes_on() -> None:
     actual = result()
     kept, expected = actual.integer, actual.integer(batch(1))
     exported = fxq.text(kept)
-    to_train(actual.prepared)
-    optimizer = torch.optim.SGD(actual.prepared.parameters(), 0.1)
-    for _ in range(3):
-        actual.prepared(batch()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(to_train(actual.prepared), [batch()] * 3, 0.1)
     assert torch.equal(kept(batch(1)), expected)
     spoil(actual.prepared)
     spoil(actual.float)
@@ -156,8 +149,10 @@ def test_float_modules_are_computed_by_the_same_kernels_in_every_form(layer: nn.
             assert torch.equal(copy.deepcopy(integer)(x), integer(x))
 
 
-def test_what_is_one_stays_one() -> None:
+def test_what_is_one_stays_one_and_a_state_dict_has_no_buffers_that_are_not_persistent() -> None:
     actual = result()
+    assert "offset" not in actual.prepared.state_dict()
+    assert "offset" in {name for name, _ in actual.prepared.named_buffers()}
     for model in (actual.prepared, actual.integer):
         assert model.norm.weight is model.get_submodule("norm").weight
     assert actual.prepared.norm is actual.prepared.again
@@ -165,12 +160,6 @@ def test_what_is_one_stays_one() -> None:
     assert recurrent._flat_weights[0] is recurrent.weight_ih_l0
     assert recurrent._flat_weight_refs[0]() is recurrent.weight_ih_l0
     assert all_equal(actual.prepared(batch()), actual.integer(batch()))
-
-
-def test_a_state_dict_has_no_buffers_that_are_not_persistent() -> None:
-    prepared = result().prepared
-    assert "offset" not in prepared.state_dict()
-    assert "offset" in {name for name, _ in prepared.named_buffers()}
 
 
 def test_containers_and_plain_tensors_of_a_module_are_copied() -> None:

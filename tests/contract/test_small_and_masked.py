@@ -311,8 +311,7 @@ class Windows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.joint, self.relative = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(8, 4)
-        self.bias = nn.Parameter(torch.randn(2, 16))
+        self.joint, self.relative, self.bias = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(8, 4), nn.Parameter(torch.randn(2, 16))
         self.register_buffer("places", torch.arange(16).view(4, 4).flip(0))
         mask = torch.zeros(2, 4, 4)
         mask[1, :2, 2:] = mask[1, 2:, :2] = -100.0

@@ -17,6 +17,8 @@ import fxquant as fxq
 from tests.shared.contract import VNNI, assert_validate_is_integer, compiled
 from tests.shared.networks import Network, held
 
+WIDE = fxq.QConfigMapping().set_global(fxq.QConfig(input=fxq.ActivationConfig("int16"), output=fxq.ActivationConfig("int16")))
+
 
 def net(function: Callable[[Any, Tensor], Any]) -> nn.Module:
     """A convolution, and what is done with its result."""
@@ -27,18 +29,10 @@ def batch(count: int = 4) -> Tensor:
     return torch.randn(count, 3, 9, 8, generator=torch.Generator().manual_seed(count))
 
 
-def wide() -> fxq.QConfigMapping:
-    return fxq.QConfigMapping().set_global(fxq.QConfig(input=fxq.ActivationConfig("int16"), output=fxq.ActivationConfig("int16")))
-
-
 # ---- PyTorch --------------------------------------------------------------------------------------------------------
 class Pair(NamedTuple):
     first: Any
     second: Any
-
-
-def pair(first: Any, second: Any) -> Any:
-    return Pair(first, second)
 
 
 def nested(first: Any, second: Any) -> Any:
@@ -59,7 +53,7 @@ def structure(value: Any) -> Any:
     return type(value)
 
 
-@pytest.mark.parametrize("returned", [pair, nested])
+@pytest.mark.parametrize("returned", [Pair, nested])
 def test_named_tuples_are_returned_at_every_stage(returned: Any) -> None:
     model = Network(lambda m, x: returned(m.conv(x), m.conv(x + 1)), conv=nn.Conv2d(3, 4, 1)).eval()
     wanted = structure(model(batch()))
@@ -95,7 +89,7 @@ def test_float_operators_are_exported_with_every_opset(opset: int, tmp_path: Pat
 )
 def test_uneven_padding_is_never_counted_by_the_runtime(pool: Any, opset: int, dtype: str, tmp_path: Path) -> None:
     """onnxruntime 1.21 to 1.23 divides by too few elements there from opset 19 on."""
-    integer = compiled(net(pool), [batch()], "nash-e", wide() if dtype == "int16" else None).integer
+    integer = compiled(net(pool), [batch()], "nash-e", WIDE if dtype == "int16" else None).integer
     for style in ("exact", "fast", "qdq"):
         if style == "qdq" and (not VNNI or (dtype == "int16" and opset < 21)):
             continue  # sums of its kernels saturate, or it has no form there
@@ -120,7 +114,7 @@ def test_uneven_padding_is_never_counted_by_the_runtime(pool: Any, opset: int, d
 def test_a_wide_product_is_not_joined_with_a_transposition(product: Any, tmp_path: Path) -> None:
     """onnxruntime up to 1.23 makes one operator of the two, and then has none for float64."""
     path = tmp_path / "model.onnx"
-    held(net(product), [batch(), batch(1)], path, qconfig=wide(), train=False)
+    held(net(product), [batch(), batch(1)], path, qconfig=WIDE, train=False)
     graph = onnx.load(str(path)).graph
     made_by = {name: node for node in graph.node for name in node.output}
     products = [node for node in graph.node if node.op_type == "MatMul"]

@@ -531,14 +531,11 @@ def test_what_does_not_fit_together(call: Callable[[World], Any], world: World) 
 
 @pytest.mark.parametrize("level", ["abc", "-1", "4", "1.5", "True", " "])
 def test_the_environment(level: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FXQUANT_DEBUG", level)
-    with pytest.raises(fxq.errors.ConfigurationError, match="FXQUANT_DEBUG") as caught:
-        fxq.prepare(world.model, batch())
-    assert_ours(caught.value)
+    """A level of messages that is none, and a folder for graphs that is a file."""
+    for name, value in (("FXQUANT_DUMP", str(world.text)), ("FXQUANT_DEBUG", level)):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(fxq.errors.ConfigurationError, match=name) as caught:
+            fxq.prepare(world.model, batch())
+        assert_ours(caught.value)
+        monkeypatch.delenv("FXQUANT_DUMP", raising=False)
     fxq.prepare(world.model, batch(), options=fxq.Options(debug=0))  # the option takes precedence over the environment
-
-
-def test_a_dump_by_the_environment_that_is_a_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FXQUANT_DUMP", str(world.text))
-    with pytest.raises(fxq.errors.ConfigurationError, match="FXQUANT_DUMP"):
-        fxq.prepare(world.model, batch())
