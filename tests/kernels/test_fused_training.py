@@ -23,7 +23,7 @@ from fxquant.training import fused_elementwise, fused_layers
 from fxquant.training.fused_layers import Accumulator, Gradients, Passes, Rounded, form_of
 from tests.shared import contract
 from tests.shared.contract import compiled
-from tests.shared.networks import copies, members
+from tests.shared.networks import copies, members, to_train
 
 TOLERANCE = 2e-6  # of the largest gradient: float32 sums of a few thousand terms in another order
 IN_C = pytest.mark.skipif(isinstance(native.training_library(), str), reason="a C compiler was not found")
@@ -57,8 +57,7 @@ def prepared_on(target: str) -> fx.GraphModule:
         for _ in range(20):
             model(images())
     prepared = compiled(model.eval(), [images()], target).prepared
-    fxq.set_state(prepared, "train")
-    return prepared.train()
+    return to_train(prepared)
 
 
 @contextmanager

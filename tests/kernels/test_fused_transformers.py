@@ -23,6 +23,7 @@ from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxOb
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.training import fused_elementwise, fused_layers
 from tests.shared.contract import compiled
+from tests.shared.networks import to_train
 
 pytestmark = pytest.mark.skipif(isinstance(native.joining_library(), str), reason="a C compiler was not found")
 
@@ -32,10 +33,8 @@ TOLERANCE = 1e-6
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.norm2 = nn.LayerNorm(24), nn.LayerNorm(24)
-        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
-        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
-        self.places = nn.Parameter(0.1 * torch.randn(1, 20, 24))
+        self.norm, self.norm2, self.qkv, self.out = nn.LayerNorm(24), nn.LayerNorm(24), nn.Linear(24, 72), nn.Linear(24, 24)
+        self.up, self.down, self.places = nn.Linear(24, 48), nn.Linear(48, 24), nn.Parameter(0.1 * torch.randn(1, 20, 24))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.transpose(1, 2) + self.places  # no layout that passes take
@@ -50,8 +49,7 @@ def prepared_on(target: str) -> tuple[fx.GraphModule, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(6, 24, 20)
     prepared = compiled(Block().eval(), [x], target).prepared
-    fxq.set_state(prepared, "train")
-    return prepared.train(), x
+    return to_train(prepared), x
 
 
 def step(model: fx.GraphModule, x: Tensor) -> tuple[Tensor, list[Tensor]]:

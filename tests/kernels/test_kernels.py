@@ -4,7 +4,7 @@ import copy
 import functools
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,8 +54,7 @@ class Everything(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
         self.same, self.depthwise = nn.Conv2d(16, 16, 3, 1, 1), nn.Conv2d(16, 16, 3, 1, 1, groups=16)
-        self.wide, self.groups = nn.Conv2d(16, 22, 1), nn.Conv2d(22, 12, 3, 1, 2, dilation=2, groups=2)
-        self.scores = nn.Linear(28, 5)
+        self.wide, self.groups, self.scores = nn.Conv2d(16, 22, 1), nn.Conv2d(22, 12, 3, 1, 2, dilation=2, groups=2), nn.Linear(28, 5)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.stem(x)
@@ -109,11 +108,11 @@ def runner_of(integer: fx.GraphModule) -> Runner:
     return integer.__dict__[RUNNER]
 
 
-def plain_result(integer: fx.GraphModule, x: Tensor) -> Any:
-    """Return the result of the primitives for unmodified constants."""
+def plain_of(integer: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy that runs its primitives."""
     plain = copy.deepcopy(integer)
     del plain.__dict__[RUNNER]
-    return plain(x)
+    return plain
 
 
 def assert_same(integer: fx.GraphModule, reference: fx.GraphModule, *inputs: Tensor, runs: int = 2) -> None:
@@ -157,6 +156,7 @@ def test_a_network_of_every_kernel_has_the_bits_of_its_primitives(target: str) -
         assert_same(integer, reference, images(batch, 3, 18, 22, seed=batch))
     assert_same(integer, reference, images(2, 3, 18, 22).contiguous(memory_format=torch.channels_last))
     assert_same(integer, reference, images(22, 18, 3, 2).permute(3, 2, 1, 0))
+    assert_same(integer, reference, images(0, 3, 18, 22))
     with torch.inference_mode():
         assert_same(integer, reference, images(1, 3, 18, 22))
     report = fxq.verify(reference, integer, [ordinary(2, 3, 18, 22)])
@@ -188,11 +188,6 @@ def test_a_window_that_can_be_all_padding_is_not_onednns(padding: int, no_compil
     assert_same(integer, reference, images(2, 8, 5, 5))
     reasons = [choice.refused.get("oneDNN convolution", "") for choice in choices(integer).values()]  # a processor may have others
     assert any("a whole window is padding" in reason for reason in reasons) is (padding == 1)
-
-
-def test_a_model_without_images_to_run_on_runs_its_primitives() -> None:
-    integer, reference = known()
-    assert_same(integer, reference, images(0, 3, 18, 22))
 
 
 @settings(max_examples=12, deadline=None)
@@ -439,8 +434,7 @@ def test_layers_after_a_clamp_at_zero_are_proved_for_integers_that_they_read(tar
     limited = Network(
         lambda s, x: (
             s.pool(y := F.relu6(s.stem(x))), s.groups(z := s.depthwise(y).clamp(0, 3)), s.scores(F.relu(s.add(z) + y).mean((2, 3))),
-        ),
-        stem=nn.Conv2d(3, 16, 3, padding=1), depthwise=nn.Conv2d(16, 16, 3, padding=1, groups=16), groups=nn.Conv2d(16, 8, 3, groups=2),
+        ), stem=nn.Conv2d(3, 16, 3, padding=1), depthwise=nn.Conv2d(16, 16, 3, padding=1, groups=16), groups=nn.Conv2d(16, 8, 3, groups=2),
         add=nn.Conv2d(16, 16, 1), scores=nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 2)), pool=nn.MaxPool2d(2),
     )  # fmt: skip
     integer, reference = both(limited, target, ordinary(2, 3, 12, 12))
@@ -648,8 +642,7 @@ def test_explain_has_a_reason_for_every_operator_without_a_kernel(target: str) -
         lambda s, x, y: (
             s.volume(s.plane(x).unsqueeze(2)).mean((2, 3, 4)), s.uneven(x), torch.matmul(x, x), x.amax(1), torch.cat([x, x], 2),
             s.up(x).float().cumsum(1), F.adaptive_avg_pool2d(s.plane(x), 4), s.recurrent(s.line(y).transpose(1, 2))[0],
-        ),
-        line=nn.Conv1d(3, 4, 3), plane=nn.Conv2d(3, 4, 3), volume=nn.Conv3d(4, 4, 1), recurrent=nn.LSTM(4, 4, batch_first=True),
+        ), line=nn.Conv1d(3, 4, 3), plane=nn.Conv2d(3, 4, 3), volume=nn.Conv3d(4, 4, 1), recurrent=nn.LSTM(4, 4, batch_first=True),
         uneven=nn.AvgPool2d(3, 2, 1, count_include_pad=False), up=nn.ConvTranspose2d(3, 4, 2, 2),
     )  # fmt: skip
     integer, _ = both(several, target, (ordinary(2, 3, 8, 8), ordinary(2, 3, 7)))
@@ -730,13 +723,9 @@ def test_a_file_holds_the_primitives_and_kernels_are_fused_when_it_is_loaded(tmp
     assert one.read_bytes() == other.read_bytes()
     loaded = fxq.load(one)
     assert loaded.meta["stage"] == "FUSED"
-    assert_same(loaded, reference, images(2, 3, 18, 22))
-    assert set(chosen(loaded).values()) == set(chosen_after(integer, images(2, 3, 18, 22)).values())
-
-
-def chosen_after(integer: fx.GraphModule, *inputs: Tensor) -> dict[str, str | None]:
-    integer(*inputs), integer(*inputs)
-    return chosen(integer)
+    for form in (loaded, integer):
+        assert_same(form, reference, images(2, 3, 18, 22))
+    assert set(chosen(loaded).values()) == set(chosen(integer).values())
 
 
 def test_copies_run_on_their_own_and_follow_their_constants() -> None:
@@ -751,8 +740,7 @@ def test_copies_run_on_their_own_and_follow_their_constants() -> None:
     changed(x), changed(x)
     node = next(node for node in changed.graph.nodes if node.name == "same_bias")
     resolve(changed, str(node.target)).add_(2000)  # in place
-    plain = copy.deepcopy(changed)
-    del plain.__dict__[RUNNER]
+    plain = plain_of(changed)
     assert not all_equal(plain(x), before)
     assert_same(changed, plain, x)
     *path, name = str(node.target).split(".")
@@ -762,13 +750,23 @@ def test_copies_run_on_their_own_and_follow_their_constants() -> None:
     assert_same(integer, reference, x)
 
 
-def test_several_threads_run_one_model_at_once() -> None:
-    integer, reference = known(target="bayes-e")
-    batches = [images(1 + index % 3, 3, 18, 22, seed=index) for index in range(6)]
+MORE = images(MOST_PROGRAMS + 4, 3, 8, 8)  # sizes than are remembered
+
+
+@pytest.mark.parametrize(
+    ("name", "batches", "places"),
+    [
+        ("everything", [images(1 + index % 3, 3, 18, 22, seed=index) for index in range(6)], range(12)),
+        ("small", [MORE[:size] for size in range(1, len(MORE) + 1)], [step // 2 for step in range(60)]),
+    ],
+    ids=["a model at once", "more sizes than are remembered"],
+)
+def test_several_threads_run(name: str, batches: list[Tensor], places: Sequence[int]) -> None:
+    integer, reference = known(name, "bayes-e")
     wanted = [reference(batch) for batch in batches]
 
     def run(first: int) -> bool:
-        turns = [(first + step) % len(batches) for step in range(12)]
+        turns = [(first * 5 + place) % len(batches) for place in places]
         return all(all_equal(integer(batches[index]), wanted[index]) for index in turns)
 
     with ThreadPoolExecutor(4) as pool:
@@ -807,7 +805,7 @@ def test_the_switch_leaves_out_what_is_compiled(off: str, on: str, monkeypatch: 
 def test_more_sizes_than_are_remembered_come_again_and_again() -> None:
     integer, reference = known("small")
     runner = runner_of(integer)
-    x = images(MOST_PROGRAMS + 4, 3, 8, 8)
+    x = MORE
     wanted = [reference(x[:size]) for size in range(len(x) + 1)]
     for _ in range(3):
         for size in range(1, len(x) + 1):
@@ -819,19 +817,6 @@ def test_more_sizes_than_are_remembered_come_again_and_again() -> None:
     assert len(runner.programs) == MOST_PROGRAMS
     integer(x[:3]), integer(x[:3])
     assert isinstance(next(reversed(runner.programs.values())), Program)
-
-
-def test_several_threads_bring_more_sizes_than_are_remembered() -> None:
-    integer, reference = known("small")
-    x = images(MOST_PROGRAMS + 4, 3, 8, 8)
-    wanted = [reference(x[:size]) for size in range(len(x) + 1)]
-
-    def run(first: int) -> bool:
-        sizes = [1 + (first * 5 + step // 2) % len(x) for step in range(60)]
-        return all(torch.equal(integer(x[:size]), wanted[size]) for size in sizes)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(run, range(4)))
 
 
 def test_what_was_chosen_for_sizes_is_bounded() -> None:
@@ -846,20 +831,13 @@ def test_what_was_chosen_for_sizes_is_bounded() -> None:
 
 
 # ---- constants that are written to ----------------------------------------------------------------------------------
-def through_inference_mode(constant: Tensor) -> None:
-    with torch.inference_mode():
-        constant.neg_()
-
-
-def through_shared_memory(constant: Tensor) -> None:
-    torch.empty(0, dtype=constant.dtype).set_(constant.untyped_storage()).neg_()  # type: ignore[call-overload]
-
-
 EDITS: dict[str, Callable[[Tensor], object]] = {
     "in place": lambda constant: constant.neg_(), "data": lambda constant: constant.data.copy_(-constant.data),
-    "another data": lambda constant: setattr(constant, "data", -constant.data), "inference mode": through_inference_mode,
+    "another data": lambda constant: setattr(constant, "data", -constant.data),
+    "inference mode": lambda constant: torch.inference_mode()(constant.neg_)(),
     "NumPy": lambda constant: np.negative(constant.numpy(), out=constant.numpy()), "detached": lambda constant: constant.detach().neg_(),
-    "one element": lambda constant: constant.data.view(-1)[7:8].add_(1), "shared memory": through_shared_memory,
+    "one element": lambda constant: constant.data.view(-1)[7:8].add_(1),
+    "shared memory": lambda constant: torch.empty(0, dtype=constant.dtype).set_(constant.untyped_storage()).neg_(),
     "DLPack": lambda constant: torch.utils.dlpack.from_dlpack(constant.detach()).neg_(),
     "strides": lambda constant: setattr(constant, "data", constant.data.as_strided(constant.shape, (27, 9, 1, 3))),
     "the same memory again": lambda constant: [setattr(constant, "data", -constant.data), setattr(constant, "data", constant.data + 0)],
@@ -879,7 +857,7 @@ def test_kernels_follow_every_edit_of_a_constant(edit: str) -> None:
     if edit == "strides":
         for _ in range(len(list(integer.buffers()))):  # one tensor is compared in each call
             integer(x)
-    wanted = plain_result(integer, x)
+    wanted = plain_of(integer)(x)
     assert not torch.equal(wanted, before)
     assert torch.equal(integer(x), wanted)
     assert torch.equal(integer(x), wanted)
@@ -906,7 +884,7 @@ def test_an_edit_of_one_element_of_a_large_constant_is_found_by_turns(
         integer(x)
     assert len(caplog.records) == 1
     assert "Write to it under torch.no_grad()" in caplog.text
-    assert torch.equal(integer(x), plain_result(integer, x))
+    assert torch.equal(integer(x), plain_of(integer)(x))
 
 
 @pytest.mark.parametrize("look", ["save", "export", "verify", "whole"])
@@ -922,7 +900,7 @@ def test_large_constants_are_looked_at_before_files_are_written(look: str, tmp_p
             "export": lambda: fxq.export_onnx(integer, tmp_path / "model.onnx"),
             "verify": lambda: fxq.verify(integer, copy.deepcopy(integer), [x]),
         }[look]()
-    assert torch.equal(integer(x), plain_result(integer, x))
+    assert torch.equal(integer(x), plain_of(integer)(x))
 
 
 # ---- forks ------------------------------------------------------------------------------------------------------------

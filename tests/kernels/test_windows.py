@@ -42,21 +42,25 @@ TRANSPOSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "sequence": (lambda: nn.ConvTranspose1d(16, 3, 10, 5, 3, 1), (16, 9)),
     "volume": (lambda: nn.ConvTranspose3d(6, 5, (2, 3, 4), 2, (0, 1, 1)), (6, 3, 4, 5)),
     "cropped": (lambda: nn.ConvTranspose1d(8, 4, 3, 4, 4), (8, 9)),
+    "residual": (
+        lambda: Network(lambda s, x: s.up(s.down(x)) + x, down=nn.Conv2d(3, 6, 2, 2), up=nn.ConvTranspose2d(6, 3, 4, 2, 1)),
+        (3, 8, 6),
+    ),
+}
+GROUPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    f"{outputs} of {inputs} in {groups} groups": (
+        lambda sizes=(inputs, outputs), groups=groups: nn.Conv2d(*sizes, 3, (1, 2), 1, groups=groups),  # type: ignore[misc]
+        (inputs, 6, 7),
+    )
+    for inputs, outputs, groups in ((6, 9, 3), (10, 10, 5), (3, 6, 3), (12, 24, 12), (8, 4, 4), (7, 14, 7))
 }
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", TRANSPOSED)
-def test_transposed_convolutions(name: str, target: str) -> None:
-    make, sizes = TRANSPOSED[name]
-    model = Network(lambda s, x: F.relu(s.up(x)), up=make())
-    assert_kernels(model, target, 3, *sizes, moves=False)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_transposed_convolution_adds_a_residual(target: str) -> None:
-    model = Network(lambda s, x: F.relu(s.up(s.down(x)) + x), down=nn.Conv2d(3, 6, 2, 2), up=nn.ConvTranspose2d(6, 3, 4, 2, 1))
-    assert_kernels(model, target, 2, 3, 8, 6, moves=False)
+@pytest.mark.parametrize("name", [*TRANSPOSED, *GROUPS])
+def test_transposed_convolutions_and_groups_of_any_size(name: str, target: str) -> None:
+    make, sizes = (TRANSPOSED | GROUPS)[name]
+    assert_kernels(Network(lambda s, x: F.relu(s.layer(x)), layer=make()), target, 3, *sizes, moves=False)
 
 
 class Volumes(nn.Module):
@@ -86,13 +90,6 @@ def test_volumes_without_a_compiler(no_compiler: None) -> None:
     integer, reference = both(Volumes(), "bayes-e", ordinary(2, 3, 6, 10, 12))
     assert_same(integer, reference, images(3, 3, 6, 10, 12))
     assert {"oneDNN convolution", "PyTorch's maximum"} <= {choice.implementation for choice in choices(integer).values()}
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("inputs", "outputs", "groups"), [(6, 9, 3), (10, 10, 5), (3, 6, 3), (12, 24, 12), (8, 4, 4), (7, 14, 7)])
-def test_groups_of_any_size(inputs: int, outputs: int, groups: int, target: str) -> None:
-    model = Network(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(inputs, outputs, 3, (1, 2), 1, groups=groups))
-    assert_kernels(model, target, 2, inputs, 6, 7, moves=False)
 
 
 # a layer, the sizes of an input, and whether tiles read it in place
@@ -149,8 +146,7 @@ def test_linear_layers_of_more_dimensions(target: str) -> None:
         lambda s, x: (
             F.relu((y := F.relu(s.conv(x))) + s.down(F.relu(s.up(y.permute(0, 2, 3, 1)))).permute(0, 3, 1, 2)),
             s.volume(s.rows(y.unsqueeze(2).permute(0, 2, 3, 4, 1))),
-        ),
-        conv=nn.Conv2d(3, 6, 3, padding=1), up=nn.Linear(6, 24), down=nn.Linear(24, 6), rows=nn.Linear(6, 5), volume=nn.Linear(5, 3),
+        ), conv=nn.Conv2d(3, 6, 3, padding=1), up=nn.Linear(6, 24), down=nn.Linear(24, 6), rows=nn.Linear(6, 5), volume=nn.Linear(5, 3),
     )  # fmt: skip
     assert_kernels(model, target, 2, 3, 5, 7)
 
@@ -162,8 +158,7 @@ def test_padding_is_part_of_a_window_and_crops_move_bytes(target: str) -> None:
             s.last(s.causal(F.pad(x, (4, 0)))[:, :, 2:]), s.last(s.same(F.pad(y := s.wide(x), (1, 2)))[:, 1:-1, :-3]),
             s.last(torch.cat([*map(F.relu, y.chunk(2, 1))], 1)[:, 2:]), s.last(F.pad(y, (2, 1), value=1.5)[:, :6, ::2]),
             s.last(s.causal(F.pad(x, (1, 3)))),
-        ),
-        causal=nn.Conv1d(3, 6, 3, dilation=2), wide=nn.Conv1d(3, 8, 1), same=nn.Conv1d(8, 8, 3, padding=1), last=nn.Conv1d(6, 4, 2),
+        ), causal=nn.Conv1d(3, 6, 3, dilation=2), wide=nn.Conv1d(3, 8, 1), same=nn.Conv1d(8, 8, 3, padding=1), last=nn.Conv1d(6, 4, 2),
     )  # fmt: skip
     assert_kernels(model, target, 3, 3, 17)
     integer, _ = both(model, target, ordinary(3, 3, 17))
@@ -187,8 +182,7 @@ def test_means_divided_by_the_elements_of_each_window(target: str) -> None:
         lambda s, x: (
             F.avg_pool2d(y := s.conv(x), 3, 2, 1, count_include_pad=False), F.avg_pool2d(y, 2, 2, ceil_mode=True),
             F.avg_pool2d(y, 3, 2, 1, ceil_mode=True), F.avg_pool3d(y.unsqueeze(2), (1, 3, 3), (1, 2, 2), (0, 1, 1), False, False),
-        ),
-        conv=nn.Conv2d(3, 6, 3, padding=1),
+        ), conv=nn.Conv2d(3, 6, 3, padding=1),
     )  # fmt: skip
     integer, reference = both(model, target, ordinary(2, 3, 7, 9))
     assert_same(integer, reference, images(2, 3, 7, 9))
