@@ -8,12 +8,14 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from fxquant.backends.cpu import native
 
 GOOD, EVIL = b"what was compiled" * 100, b"what someone else put there"
+OTHER_USER = os.geteuid() + 1
 NAME = "kernels-0.library"
 
 
@@ -39,14 +41,9 @@ class Maker:
         return GOOD
 
 
-def others_can_write(file: Path) -> None:
+def with_mode(file: Path, mode: int) -> None:
     file.write_bytes(with_checksum(EVIL))
-    file.chmod(0o666)
-
-
-def group_can_write(file: Path) -> None:
-    file.write_bytes(with_checksum(EVIL))
-    file.chmod(0o620)
+    file.chmod(mode)
 
 
 def link_out(file: Path) -> None:
@@ -65,7 +62,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     "empty": lambda file: file.write_bytes(b""), "a checksum alone": lambda file: file.write_bytes(with_checksum(b"")),
     "half": lambda file: file.write_bytes(with_checksum(GOOD)[: len(GOOD) // 2]), "flipped bit": flipped,
     "without a checksum": lambda file: file.write_bytes(GOOD), "longer": lambda file: file.write_bytes(with_checksum(GOOD) + b"0"),
-    "others can write": others_can_write, "group can write": group_can_write, "link": link_out,
+    "others can write": lambda file: with_mode(file, 0o666), "group can write": lambda file: with_mode(file, 0o620), "link": link_out,
     "link to nothing": lambda file: file.symlink_to("nowhere"), "pipe": os.mkfifo,
 }  # fmt: skip
 
@@ -89,38 +86,23 @@ def test_a_file_that_cannot_be_trusted_is_made_again_and_replaced(case: str, fol
 
 def test_a_file_of_another_user_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / NAME).write_bytes(with_checksum(EVIL))
-    own = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER_USER)
     with pytest.raises(OSError, match="belongs to another user"):
         native.read(folder / NAME)
-
-
-def wrong_owner(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    own = os.geteuid()
-    patch.setattr(os, "geteuid", lambda: own + 1)
 
 
 def no_home(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.delenv("XDG_CACHE_HOME")
     patch.delenv("HOME", raising=False)
-
-    def home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    patch.setattr(Path, "home", home)
-
-
-def a_file_there(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    folder.rmdir()
-    folder.write_text("in the way")
+    patch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
 
 
 FOLDERS: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
     "others can write": (lambda folder, patch: folder.chmod(0o777), "others can write to"),
     "the group can write": (lambda folder, patch: folder.chmod(0o770), "others can write to"),
-    "another user's": (wrong_owner, "belongs to another user"),
+    "another user's": (lambda folder, patch: patch.setattr(os, "geteuid", lambda: OTHER_USER), "belongs to another user"),
     "no home": (no_home, "no home directory"),
-    "a file": (a_file_there, "File exists"),
+    "a file": (lambda folder, patch: (folder.rmdir(), folder.write_text("in the way")), "File exists"),
 }
 
 

@@ -42,8 +42,7 @@ X = torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 def converted(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig | None = None, **scales: float) -> fx.GraphModule:
     inputs = batches()
-    prepared = fxq.prepare(model.eval(), inputs[0], target, qconfig)
-    fxq.calibrate(prepared, inputs)
+    prepared = fxq.calibrate(fxq.prepare(model.eval(), inputs[0], target, qconfig), inputs)
     fxq.set_qparams(prepared, scales)
     return fxq.convert(prepared)
 
@@ -110,12 +109,6 @@ def test_outputs_can_be_integers_with_channels_last(tmp_path: Path) -> None:
     scale = list(grid.scale) if isinstance(grid.scale, tuple) else grid.scale
     described = json.loads((folder / "layers.json").read_text())["outputs"]
     assert described == {"y": {"shape": [1, 4, 4, 4], "layout": "NHWC", "dtype": grid.dtype, "scale": scale}}
-
-
-def test_an_output_in_float_is_not_an_integer(tmp_path: Path) -> None:
-    for model, target in ((nn.Sequential(small(), nn.Softmax(1)), "bernoulli2"), (small(), "nash-e")):
-        with pytest.raises(fxq.errors.ConfigurationError, match="cannot be an integer"):
-            fxq.board.export_horizon(converted(model, target), tmp_path / "net", options=fxq.board.HorizonOptions(outputs="integer"))
 
 
 @pytest.mark.parametrize(("size", "expected"), [("batch", 1), ("3batch", 3), ("4batch/2", 2), ("batch+2", 3), ("2batch-1", 1)])
@@ -208,19 +201,15 @@ def test_the_mean_of_an_image_of_prime_sides_is_refused(how: str, tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
-def limited(low: float, high: float, lone: bool = False, **scales: float) -> fx.GraphModule:
-    """A clamp after a layer, or alone after a pool."""
-    model = Network(lambda s, x: torch.clamp(F.max_pool2d(s.a(x), 2) if lone else s.a(x), low, high), a=nn.Conv2d(3, 4, 3))
-    return converted(model, **scales)
-
-
 @pytest.mark.parametrize(
     ("low", "high", "lone", "which"),
     [(0.0, 6.0, False, None), (-0.5, 0.5, False, "lower"), (-0.5, 0.5, True, "lower"), (0.0, 6.0, True, None)],
 )
 def test_a_clamp_that_the_compiler_drops_is_refused(low: float, high: float, lone: bool, which: str | None, tmp_path: Path) -> None:
+    """After a layer, or alone after a pool."""
     names = {"a": high / 50, **({"max_pool2d": high / 50, "clamp": high / 50} if lone else {})}
-    integer = limited(low, high, lone, **names)
+    model = Network(lambda s, x: torch.clamp(F.max_pool2d(s.a(x), 2) if lone else s.a(x), low, high), a=nn.Conv2d(3, 4, 3))
+    integer = converted(model, **names)
     if which is None:
         assert fxq.board.export_horizon(integer, tmp_path / "out").is_dir()
         return
@@ -262,12 +251,26 @@ def test_what_the_compiler_brings_from_16_bits_to_8_is_refused(kind: str, tmp_pa
     fxq.board.export_horizon(made("int8"), tmp_path / "narrow")
 
 
-def test_another_target_and_another_stage_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(fxq.errors.ConfigurationError, match="bernoulli cannot") as refused:
-        fxq.board.export_horizon(converted(small(), "bernoulli"), tmp_path / "out")
-    assert "bernoulli2, bayes, bayes-e" in str(refused.value)
-    with pytest.raises(fxq.errors.ConfigurationError, match=r"fxq\.convert"):
-        fxq.board.export_horizon(fxq.prepare(small(), batches()[0]), tmp_path / "out")
+AS_INTEGERS = fxq.board.HorizonOptions(outputs="integer")
+REFUSED: dict[str, tuple[Callable[[], fx.GraphModule], fxq.board.HorizonOptions | None, str]] = {
+    "a softmax as an integer": (
+        lambda: converted(nn.Sequential(small(), nn.Softmax(1)), "bernoulli2"),
+        AS_INTEGERS,
+        "cannot be an integer",
+    ),
+    "nash-e as an integer": (lambda: converted(small(), "nash-e"), AS_INTEGERS, "cannot be an integer"),
+    "a prepared model": (lambda: fxq.prepare(small(), batches()[0]), None, r"fxq\.convert"),
+    "bernoulli": (lambda: converted(small(), "bernoulli"), None, r"of bernoulli cannot be written[\s\S]*bernoulli2, bayes, bayes-e"),
+    "other scales": (lambda: converted(small(), "nash-e-level1"), None, "an integer model of nash-e-level1 cannot be written"),
+    "other roundings": (lambda: converted(small(), "nash-e/requantize"), None, "an integer model of nash-e/requantize cannot be written"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_program_of_the_chip_is_refused(name: str, tmp_path: Path) -> None:
+    make, options, because = REFUSED[name]
+    with pytest.raises(fxq.errors.ConfigurationError, match=because):
+        fxq.board.export_horizon(make(), tmp_path / "out", **({} if options is None else {"options": options}))
 
 
 def test_scales_that_have_no_place_are_refused(tmp_path: Path) -> None:
@@ -334,13 +337,12 @@ def test_a_death_is_told_with_the_step_and_leaves_no_file(integer: fx.GraphModul
     assert not (folder / "model_output" / "model.bin").exists()
 
 
-def test_success_without_a_file_is_a_failure(integer: fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
+def test_success_without_a_file_is_a_failure_and_any_other_folder_is_refused(
+    integer: fx.GraphModule, tool: FakeTool, tmp_path: Path
+) -> None:
     tool.tell(log=["the end"], makes=False)
     with pytest.raises(fxq.errors.CompilationError, match="because  the end"):
         program(integer, tmp_path)
-
-
-def test_any_other_folder_is_refused(tool: FakeTool, tmp_path: Path) -> None:
     with pytest.raises(fxq.errors.ConfigurationError, match="export_horizon"):
         fxq.board.compile_horizon(tmp_path)
 
@@ -463,10 +465,3 @@ def test_what_hb_mapper_does_not_compile_is_refused(tmp_path: Path) -> None:
         fxq.board.compile_horizon(folder)
     assert "hb_mapper compiles for bernoulli2, bayes, bayes-e" in refused.value.because
     assert "optimize_level: 'O2'" in (folder / "model.yaml").read_text()  # its highest
-
-
-@pytest.mark.parametrize("target", ["nash-e/requantize", "nash-e-level1", "bernoulli"])
-def test_other_integers_are_refused(target: str, tmp_path: Path) -> None:
-    result = fxq.quantize(nn.Conv2d(3, 4, 1).eval(), [torch.randn(1, 3, 4, 4)], target=target)
-    with pytest.raises(fxq.errors.ConfigurationError, match=f"an integer model of {target} cannot be written"):
-        fxq.board.export_horizon(result.integer, tmp_path / "net")

@@ -159,14 +159,11 @@ def test_narrow_integers_are_stored_as_int8_and_wide_ones_have_no_kernel(activat
     assert ("int16" in (activation, weight)) == (kernels_of(path)[0] == 0)
 
 
-def test_a_mixture_of_widths_crosses_between_the_storages(tmp_path: Path) -> None:
+def test_a_mixture_of_widths_crosses_between_the_storages_and_a_file_that_takes_integers_takes_the_same_ones(tmp_path: Path) -> None:
     wide = fxq.QConfigMapping().set_module_name("a", fxq.QConfig(fxq.ActivationConfig("int16")))
     path = exported(integer_of(MODELS["silu"](), qconfig=wide), tmp_path / "model.onnx", style="fast")
     storages = {entry["storage"] for entry in fxq.export.onnx_metadata(path)["tensors"].values() if entry["kind"] == "quantized"}
     assert {"uint8", "int16"} <= storages
-
-
-def test_a_fast_file_that_takes_integers_takes_the_same_ones(tmp_path: Path) -> None:
     assert_takes_integers(known("silu"), fxq.export_onnx(known("silu"), tmp_path / "model.onnx", style="fast", io="integer"))
 
 

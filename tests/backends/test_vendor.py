@@ -19,7 +19,7 @@ from fxquant.compat import horizon
 from fxquant.compat.horizon import served as march
 from tests.backends.test_horizon_camera import MEAN, STD, of_rgb
 from tests.backends.test_horizon_camera import converted as with_camera
-from tests.shared.networks import Network, members
+from tests.shared.networks import Network, descend, members, to_train
 
 INSTALLED = bool(os.environ.get("FXQUANT_HORIZON")) or shutil.which("hb_mapper") is not None
 pytestmark = [pytest.mark.vendor, pytest.mark.skipif(not INSTALLED, reason="the vendor's tool is not installed: make vendor")]
@@ -217,11 +217,6 @@ def test_a_network_that_was_trained_with_learned_scales_is_compiled(
     model, _ = live(lambda: network(10), 3, 32)()  # with statistics of its own activations
     prepared = fxq.prepare(model, images[0], target, learned)
     fxq.calibrate(prepared, images)
-    fxq.set_state(prepared, "train")
-    optimizer = torch.optim.SGD(prepared.train().parameters(), 1e-3)
-    for batch in images * 2:
-        optimizer.zero_grad()
-        prepared(batch).square().mean().backward()
-        optimizer.step()
+    descend(to_train(prepared), images * 2, 1e-3)
     integer = fxq.convert(prepared.eval())
     verified(integer, tmp_path, [images[0][:1]], options=fxq.board.HorizonOptions(optimize_level="O0"))

@@ -14,7 +14,7 @@ from fxquant.compat import horizon
 from fxquant.compat.horizon import served as march
 from fxquant.ops import Trait
 from fxquant.prepared.operators import quantized_operators
-from tests.shared.networks import dtypes, stored, written
+from tests.shared.networks import descend, dtypes, stored, written
 
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 STATE = horizon.FakeQuantState
@@ -73,11 +73,7 @@ def test_the_flow_from_calibration_to_a_proved_model(chip: str, trained: str) ->
     student = prepared_as(getattr(horizon, trained), Net().train())
     student.load_state_dict(calib.state_dict())
     assert fxq.qparams(student) == fxq.qparams(calib)
-    optimizer = torch.optim.SGD(student.parameters(), 0.01)
-    for batch in BATCHES:
-        optimizer.zero_grad()
-        student(batch).square().mean().backward()
-        optimizer.step()
+    descend(student, BATCHES, 0.01)
     assert (fxq.qparams(student) == fxq.qparams(calib)) == ("fixed_act" in trained)
     student.eval()
     horizon.set_fake_quantize(student, STATE.VALIDATION)
@@ -385,12 +381,6 @@ def test_rules_of_a_dict_and_what_stays_on_the_host() -> None:
     assert (dtype_of["skip"], dtype_of["head"]) == ("int16", "float32")
 
 
-def asked(prepared: nn.Module) -> dict[str, tuple[str, str]]:
-    """The dtypes of the output and of the weight of each layer."""
-    operators = quantized_operators(prepared)
-    return {name: (dtype, operators[name].weight_quantizer.dtype.name) for name, dtype in dtypes(prepared).items() if name in operators}
-
-
 def test_templates_are_merged_operand_by_operand_in_the_order_of_their_list() -> None:
     horizon.set_march("nash-e")
     first = [horizon.ModuleNameTemplate({"": "qint16"}), horizon.ConvDtypeTemplate("qint8", "qint8")]
@@ -409,12 +399,9 @@ def test_templates_are_merged_operand_by_operand_in_the_order_of_their_list() ->
         horizon.SensitivityTemplate([("head", "activation", 0.1), ("conv", "weight", 0.05)], 0.5, "activation"),
     ]
     prepared = horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(horizon.get_qconfig(), templates))
-    built = asked(prepared)
-    assert (built["skip"], built["conv"], built["head"]) == (
-        ("int16", "int16"),
-        ("int8", "int8"),
-        ("int16", "int16"),
-    )  # weights stay 16 bits
+    outputs, operators = dtypes(prepared), quantized_operators(prepared)
+    built = {name: (outputs[name], operators[name].weight_quantizer.dtype.name) for name in ("skip", "conv", "head")}
+    assert built == {"skip": ("int16", "int16"), "conv": ("int8", "int8"), "head": ("int16", "int16")}  # weights stay 16 bits
     assert fxq.qparams(prepared)["skip"] == 4.0 / 32768
     assert fxq.verify(calibrated(prepared), horizon.convert_fx(prepared), BATCHES[:1])
 
@@ -538,13 +525,10 @@ def test_a_call_that_cannot_be_done(name: str) -> None:
         CALLS[name]()
 
 
-def test_names_that_examples_read_from_the_top_module() -> None:
+def test_names_that_examples_read_from_the_top_module_and_the_remedy_for_a_float_dtype_is_one() -> None:
     assert horizon.March.Bayes == horizon.March.BAYES == "bayes"
     assert horizon.Tracer is horizon.fx.Tracer
     assert horizon.qconfig is horizon.quantization.qconfig
-
-
-def test_the_remedy_for_a_float_dtype_is_one() -> None:
     with pytest.raises(fxq.errors.ConfigurationError, match=r"fxq\.QConfigMapping\(names=\{name: None\}\) as the qconfig_setter"):
         horizon.quantization.qconfig.get_qconfig(out_dtype=torch.float32)
     horizon.set_march("nash-e")

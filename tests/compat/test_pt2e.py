@@ -140,9 +140,7 @@ def sum_of_two(node: fx.Node) -> QuantizationAnnotation:
 def test_annotations_are_rules_by_node() -> None:
     derived = DerivedQuantizationSpec([], None, torch.int32)
     rules = {
-        ATEN.conv2d.default: layer(bias=derived),
-        ATEN.add.Tensor: sum_of_two,
-        ATEN.max_pool2d.default: shared,
+        ATEN.conv2d.default: layer(bias=derived), ATEN.add.Tensor: sum_of_two, ATEN.max_pool2d.default: shared,
         ATEN.sigmoid.default: all_inputs(ACT, FIXED),
     }  # fmt: skip
     model = Net().eval()

@@ -17,7 +17,7 @@ import fxquant as fxq
 from fxquant.compat import torch_ao
 from fxquant.compat.torch_ao.reading import read
 from fxquant.prepared.operators import quantized_operators
-from tests.shared.networks import dtypes, stored, written
+from tests.shared.networks import descend, dtypes, stored, written
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{words}") for words in ("Please use quant_min", "torch.ao.quantization is deprecated")]
 
@@ -111,12 +111,8 @@ def test_a_prepared_model_goes_on_after_it_was_converted() -> None:
 
 def test_a_model_is_trained_and_its_observers_are_switched_off() -> None:
     prepared = torch_ao.prepare_qat_fx(Net().train(), torch_ao.get_default_qat_qconfig_mapping("x86"), (BATCHES[0],))
-    optimizer = torch.optim.SGD(prepared.parameters(), 0.05)
     before = {name: value.clone() for name, value in prepared.named_parameters()}
-    for batch in BATCHES:
-        optimizer.zero_grad()
-        prepared(batch).square().sum().backward()
-        optimizer.step()
+    descend(prepared, BATCHES, 0.05, lambda output: output.square().sum())
     still = [name for name, value in prepared.named_parameters() if torch.equal(value, before[name])]
     assert still == ["conv.bias"]  # which a batch norm of the batch takes away again
     prepared.apply(torch_ao.disable_observer)
@@ -434,7 +430,7 @@ def test_an_activation_means(name: str) -> None:
     assert read(qconfig).output == expected
 
 
-def test_a_weight_means() -> None:
+def test_a_weight_means_and_a_learnable_fake_quantize_is_a_learned_scale() -> None:
     def weight(observer: Any) -> fxq.WeightConfig:
         return read(ao.QConfig(ao.default_observer, observer)).weight
 
@@ -443,9 +439,6 @@ def test_a_weight_means() -> None:
     assert weight(ao.default_per_channel_weight_fake_quant) == W("int8")
     assert weight(ao.weight_observer_range_neg_127_to_127) == W("int8", per_channel=False)
     assert weight(ao.default_per_channel_weight_observer.with_args(quant_min=-8, quant_max=7)) == W("int4")
-
-
-def test_a_learnable_fake_quantize_is_a_learned_scale() -> None:
     from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 
     learnable = _LearnableFakeQuantize.with_args(observer=ao.MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
@@ -519,8 +512,7 @@ class Mine(ao.ObserverBase):
 
     def __init__(self, dtype: torch.dtype = torch.qint8, **settings: Any) -> None:
         super().__init__(dtype)
-        self.qscheme = torch.per_tensor_symmetric
-        self.most = torch.zeros(())
+        self.qscheme, self.most = torch.per_tensor_symmetric, torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         self.most = torch.maximum(self.most, x.abs().max())
@@ -589,9 +581,15 @@ def test_every_kind_of_rule(form: str) -> None:
     assert (dtype_of["conv"], dtype_of["up"], dtype_of["act"], dtype_of["fc"]) == ("uint8", "int8", "float32", "int8")
 
 
-def test_a_mapping_without_a_global_rule_leaves_the_rest_in_float() -> None:
+def test_a_mapping_without_a_global_rule_leaves_the_rest_in_float_and_a_rule_for_one_call_of_a_type_is_read() -> None:
     mapping = dtypes(torch_ao.prepare_fx(Net().eval(), ao.QConfigMapping().set_module_name("fc", SYMMETRIC), (BATCHES[0],)))
     assert (mapping["conv"], mapping["fc"]) == ("float32", "int8")
+    rules = ao.QConfigMapping().set_global(SYMMETRIC).set_module_name_object_type_order("", nn.Conv2d, 0, None)
+    prepared = torch_ao.prepare_fx(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)).eval(), rules, (torch.randn(1, 3, 4, 4),))
+    assert {layer.module: layer.integer for layer in fxq.inspect.layers(prepared) if layer.macs} == {"0": False, "1": True}
+    written = {"": SYMMETRIC, "module_name_object_type_order": [("", nn.Conv2d, 0, None)]}
+    again = torch_ao.prepare_fx(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)).eval(), written, (torch.randn(1, 3, 4, 4),))
+    assert fxq.text(again) == fxq.text(prepared)
 
 
 def test_a_module_that_is_not_traced_stays_whole() -> None:
@@ -601,15 +599,6 @@ def test_a_module_that_is_not_traced_stays_whole() -> None:
     prepared = torch_ao.prepare_fx(model, ao.get_default_qconfig_mapping(), (BATCHES[0],), custom)
     assert [node.target for node in prepared.graph.nodes if node.op == "call_module" and node.target == "1"] == ["1"]
     assert fxq.verify(calibrated(prepared), torch_ao.convert_fx(prepared), BATCHES[:1])
-
-
-def test_a_rule_for_one_call_of_a_type_is_read() -> None:
-    rules = ao.QConfigMapping().set_global(SYMMETRIC).set_module_name_object_type_order("", nn.Conv2d, 0, None)
-    prepared = torch_ao.prepare_fx(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)).eval(), rules, (torch.randn(1, 3, 4, 4),))
-    assert {layer.module: layer.integer for layer in fxq.inspect.layers(prepared) if layer.macs} == {"0": False, "1": True}
-    written = {"": SYMMETRIC, "module_name_object_type_order": [("", nn.Conv2d, 0, None)]}
-    again = torch_ao.prepare_fx(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)).eval(), written, (torch.randn(1, 3, 4, 4),))
-    assert fxq.text(again) == fxq.text(prepared)
 
 
 # ---- what is refused, and where PyTorch's objects come from -------------------------------------------------------------
