@@ -4,7 +4,7 @@ import copy
 import functools
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,47 +44,43 @@ def done(prepared: fx.GraphModule) -> str:
     return " ".join(operator.weight_quantizer.description for operator in quantized_operators(prepared).values())
 
 
-def interrupted(prepared: fx.GraphModule) -> None:
-    def stream() -> Iterator[Tensor]:
-        yield from BATCHES[:6]
-        raise KeyboardInterrupt
+class Ways:
+    """Ways to calibrate with all batches."""
 
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(prepared, stream())  # type: ignore[arg-type]
-    calibrate(prepared, BATCHES[6:])
+    def interrupted(prepared: fx.GraphModule) -> None:
+        def stream() -> Iterator[Tensor]:
+            yield from BATCHES[:6]
+            raise KeyboardInterrupt
 
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(prepared, stream())  # type: ignore[arg-type]
+        calibrate(prepared, BATCHES[6:])
 
-def refused(prepared: fx.GraphModule) -> None:
-    with pytest.raises(fxq.FxQuantError):
-        calibrate(prepared, [*BATCHES[:6], BATCHES[6] * float("nan")])
-    calibrate(prepared, BATCHES[6:])
+    def refused(prepared: fx.GraphModule) -> None:
+        with pytest.raises(fxq.FxQuantError):
+            calibrate(prepared, [*BATCHES[:6], BATCHES[6] * float("nan")])
+        calibrate(prepared, BATCHES[6:])
 
+    def in_two(prepared: fx.GraphModule) -> None:
+        calibrate(prepared, BATCHES[:5])
+        calibrate(prepared, BATCHES[5:])
 
-def in_two(prepared: fx.GraphModule) -> None:
-    calibrate(prepared, BATCHES[:5])
-    calibrate(prepared, BATCHES[5:])
+    def in_three(prepared: fx.GraphModule) -> None:
+        for first, last in ((0, 7), (7, 8), (8, 10)):
+            calibrate(prepared, BATCHES[first:last])
 
+    def in_an_older_copy(prepared: fx.GraphModule) -> None:
+        """Which goes on elsewhere first, and here afterwards."""
+        calibrate(prepared, BATCHES[:7])
+        calibrate(copy.deepcopy(prepared), BATCHES[:3])
+        calibrate(prepared, BATCHES[7:])
 
-def in_three(prepared: fx.GraphModule) -> None:
-    for first, last in ((0, 7), (7, 8), (8, 10)):
-        calibrate(prepared, BATCHES[first:last])
-
-
-def in_an_older_copy(prepared: fx.GraphModule) -> None:
-    """Which goes on elsewhere first, and here afterwards."""
-    calibrate(prepared, BATCHES[:7])
-    calibrate(copy.deepcopy(prepared), BATCHES[:3])
-    calibrate(prepared, BATCHES[7:])
-
-
-def with_the_first_left_alone(prepared: fx.GraphModule) -> None:
-    calibrate(prepared, BATCHES[:3], round_weights=False)
-    calibrate(prepared, BATCHES[3:])
+    def with_the_first_left_alone(prepared: fx.GraphModule) -> None:
+        calibrate(prepared, BATCHES[:3], round_weights=False)
+        calibrate(prepared, BATCHES[3:])
 
 
-WAYS: dict[str, Callable[[fx.GraphModule], None]] = {
-    each.__name__: each for each in (interrupted, refused, in_two, in_three, in_an_older_copy, with_the_first_left_alone)
-}
+WAYS = {name: way for name, way in vars(Ways).items() if not name.startswith("__")}
 
 
 @pytest.fixture(scope="module", params=["int8", "int4"])

@@ -23,6 +23,7 @@ from tests.shared.networks import Network, members, to_train, written
 pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
 
 ACT, Mapping = fxq.ActivationConfig, fxq.QConfigMapping
+BATCHES = [x * factor for factor, x in enumerate(torch.randn(3, 4, 2, 8, 8, generator=torch.Generator().manual_seed(1)), 1)]
 
 
 def block() -> Any:
@@ -38,11 +39,6 @@ def Fused(self, x: Tensor) -> Tensor:
     return self.head(F.max_pool2d(torch.cat([y, z, self.limit(x)], 1), 2))
 
 
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(4, 2, 8, 8, generator=generator) * (i + 1) for i in range(3)]
-
-
 def network() -> nn.Module:
     torch.manual_seed(0)
     return Fused().eval()
@@ -50,12 +46,12 @@ def network() -> nn.Module:
 
 def fresh(qconfig: Any = None, target: str = "nash-e", **options: Any) -> fx.GraphModule:
     """Prepared and calibrated."""
-    return calibrated(network(), batches(), target, qconfig, **options)
+    return calibrated(network(), BATCHES, target, qconfig, **options)
 
 
 def restored(seen: fxq.observers.Observations, qconfig: Any = None, target: str = "nash-e", **options: Any) -> fx.GraphModule:
     """Prepared, with scales from what was observed."""
-    return fxq.prepare(network(), batches()[0], target, qconfig, observations=seen, **options)
+    return fxq.prepare(network(), BATCHES[0], target, qconfig, observations=seen, **options)
 
 
 @functools.cache
@@ -139,7 +135,7 @@ def before_a_function(function: Any, size: float = 1.0) -> nn.Module:
 def test_a_tensor_before_a_function_that_saturates_has_a_scale_in_another_dtype(
     function: str, target: str, before: str, after: str
 ) -> None:
-    model, samples = before_a_function(SATURATING[function]), [x / 4 for x in batches()]
+    model, samples = before_a_function(SATURATING[function]), [x / 4 for x in BATCHES]
     observed = fxq.observers.observations(calibrated(model, samples, target, fxq.QConfig(ACT(before))))
     qconfig = fxq.QConfig(ACT(after))
     prepared = fxq.prepare(model, samples[0], target, qconfig, observations=observed)
@@ -149,12 +145,12 @@ def test_a_tensor_before_a_function_that_saturates_has_a_scale_in_another_dtype(
 
 def test_a_tensor_whose_values_reached_where_a_function_saturates_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model, qconfig = before_a_function(F.silu, 40.0), fxq.QConfig(ACT("int16"))
-    observed = fxq.observers.observations(calibrated(model, batches(), "nash-e"))
+    observed = fxq.observers.observations(calibrated(model, BATCHES, "nash-e"))
     with caplog.at_level(logging.WARNING, "fxquant"):
-        prepared = fxq.prepare(model, batches()[0], "nash-e", qconfig, observations=observed)
+        prepared = fxq.prepare(model, BATCHES[0], "nash-e", qconfig, observations=observed)
     assert "%first: it was observed from -9.5 to inf, and counts from -15.5 to inf now, and values reached an end" in caplog.text
     assert "fxq.calibrate(prepared, batches, only_missing=True) finds them" in caplog.text
-    fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
+    fxq.calibrate(prepared, BATCHES, only_missing=True, show_progress=False)
     fxq.convert(prepared)
 
 
@@ -163,7 +159,7 @@ def test_weights_of_few_bits_that_no_samples_round_are_told_of(seen: fxq.observe
     with caplog.at_level(logging.WARNING, "fxquant"):
         prepared = restored(seen, qconfig)
     assert "fxq.tuning.round_weights(prepared, batches) rounds them" in caplog.text
-    fxq.tuning.round_weights(prepared, batches(), show_progress=False)
+    fxq.tuning.round_weights(prepared, BATCHES, show_progress=False)
     assert any(isinstance(operator.weight_quantizer.rounding, AdaptiveRounding) for operator in quantized_operators(prepared).values())
     caplog.clear()
     restored(seen, fxq.QConfig())
@@ -188,19 +184,19 @@ def test_whichever_observer_was_asked_for_the_others_are_served(observer: Any) -
 
 def test_a_restored_model_holds_the_contract_and_goes_on(seen: fxq.observers.Observations) -> None:
     models = restored(seen, OTHERS["layers of different dtypes"][0]), fresh(OTHERS["layers of different dtypes"][0])
-    assert_validate_is_integer(models[0], fxq.convert(models[0]), batches()[1])
+    assert_validate_is_integer(models[0], fxq.convert(models[0]), BATCHES[1])
     for model in models:
-        to_train(model)(batches()[2] * 3)
+        to_train(model)(BATCHES[2] * 3)
     assert_same_state(*models)
     for model in models:
-        fxq.calibrate(model, [batches()[0] * 7], show_progress=False)
+        fxq.calibrate(model, [BATCHES[0] * 7], show_progress=False)
     assert_same_state(*models)
-    assert_train_is_validate(models[0], batches()[0])
+    assert_train_is_validate(models[0], BATCHES[0])
 
 
 def test_what_was_seen_is_what_the_float_model_computes(seen: fxq.observers.Observations) -> None:
     with torch.no_grad():
-        values = [network().stem(x) for x in batches()]
+        values = [network().stem(x) for x in BATCHES]
     stem = seen["stem"]
     assert (stem.low, stem.high, stem.count) == (min(map(float, map(torch.min, values))), max(map(float, map(torch.max, values))), 3)
     assert list(seen) == ["x", "stem", "block_conv", "block_conv.intermediate", "silu", "cat", "head"]
@@ -210,9 +206,9 @@ def test_observations_do_not_change() -> None:
     prepared = fresh()
     seen, again = fxq.observers.observations(prepared), fxq.observers.observations(prepared)
     assert seen == again
-    to_train(prepared)(batches()[0] * 9)
+    to_train(prepared)(BATCHES[0] * 9)
     assert fxq.observers.observations(prepared) == seen  # they hold nothing that training moves
-    fxq.calibrate(prepared, [batches()[0] * 9], show_progress=False)
+    fxq.calibrate(prepared, [BATCHES[0] * 9], show_progress=False)
     assert seen == again
     assert fxq.observers.observations(prepared) != seen
     assert_same_state(restored(seen), fresh())
@@ -231,13 +227,13 @@ def test_only_what_is_missing_is_observed(seen: fxq.observers.Observations, capl
     ]
     with pytest.raises(fxq.errors.NotCalibrated, match="block_conv"):
         fxq.convert(prepared)
-    fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
+    fxq.calibrate(prepared, BATCHES, only_missing=True, show_progress=False)
     assert_same_state(prepared, fresh(qconfig))
 
 
 def test_where_nothing_is_missing_no_batch_is_taken(seen: fxq.observers.Observations) -> None:
     def no_more() -> Iterator[Tensor]:
-        yield batches()[0]
+        yield BATCHES[0]
         pytest.fail("a second batch was taken")
 
     result = fxq.quantize(network(), no_more(), "nash-e", OTHERS["int16"][0], observations=seen, show_progress=False)
@@ -250,12 +246,12 @@ def test_values_that_another_reader_tells_apart_are_not_known(seen: fxq.observer
     torch.manual_seed(0)
     layers = {"conv": nn.Conv2d(2, 4, 1), "head": nn.Conv2d(4, 2, 1), "limit": nn.Hardtanh(-0.25, 0.5)}
     model, default = Network(lambda s, x: s.head(s.limit(F.max_pool2d(s.conv(x), 2))), **layers), fxq.QConfig()
-    before = fxq.calibrate(fxq.prepare(model, batches()[0], qconfig=default), batches(), show_progress=False)
+    before = fxq.calibrate(fxq.prepare(model, BATCHES[0], qconfig=default), BATCHES, show_progress=False)
     qconfig = Mapping().set_module_name("limit", None)
-    prepared = fxq.prepare(model, batches()[0], qconfig=qconfig, observations=fxq.observers.observations(before))
+    prepared = fxq.prepare(model, BATCHES[0], qconfig=qconfig, observations=fxq.observers.observations(before))
     assert "%conv: it was observed from -0.25 to 0.5, and counts everywhere now" in caplog.text
-    fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
-    expected = fxq.calibrate(fxq.prepare(model, batches()[0], qconfig=qconfig), batches(), show_progress=False)
+    fxq.calibrate(prepared, BATCHES, only_missing=True, show_progress=False)
+    expected = fxq.calibrate(fxq.prepare(model, BATCHES[0], qconfig=qconfig), BATCHES, show_progress=False)
     assert_same_state(prepared, expected)
     assert fxq.qparams(prepared)["conv"] > fxq.qparams(before)["conv"]
 
@@ -264,7 +260,7 @@ def test_tensors_that_come_to_share_a_scale_are_observed_anew(seen: fxq.observer
     """On bernoulli a concatenation and its operands have one scale."""
     prepared = restored(seen, target="bernoulli")
     assert "%stem, block_conv, silu, cat: it shares its scale with other tensors" in caplog.text
-    fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
+    fxq.calibrate(prepared, BATCHES, only_missing=True, show_progress=False)
     assert_same_state(prepared, fresh(target="bernoulli"))
     together = fxq.observers.observations(prepared)
     assert_same_state(
@@ -297,18 +293,17 @@ def test_an_observer_that_gathers_by_itself_serves_others_and_is_not_served(
     assert_same_state(restored(fxq.observers.observations(before)), fresh())
     prepared = restored(seen, own)
     assert "%stem: its observer Own collects statistics that no other observer collects" in caplog.text
-    fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
+    fxq.calibrate(prepared, BATCHES, only_missing=True, show_progress=False)
     assert_same_state(prepared, before)
 
 
-def test_settings_that_nothing_was_gathered_with(seen: fxq.observers.Observations, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_that_nothing_was_gathered_with_and_sizes_that_differ_are_told(
+    seen: fxq.observers.Observations, caplog: pytest.LogCaptureFixture
+) -> None:
     restored(seen, fxq.QConfig(ACT(observer=fxq.observers.HistogramObserver(bins=64, sample=512))))
     assert (
         "%stem: what HistogramObserver(bins=64, sample=512) collects was not collected, since no observer had these settings" in caplog.text
     )
-
-
-def test_sizes_that_differ_are_told(seen: fxq.observers.Observations, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(fxq.errors.ConfigurationError, match=r"f32.B,2,8,8., and is f32.B,2,16,16. now"):
         fxq.prepare(network(), torch.randn(4, 2, 16, 16), "nash-e", observations=seen)
 
@@ -316,10 +311,10 @@ def test_sizes_that_differ_are_told(seen: fxq.observers.Observations, caplog: py
 def test_of_a_value_that_is_quantized_twice_both_are_known() -> None:
     fork = Network(lambda s, x: (s.left(x), s.right(x)), left=nn.Conv2d(2, 2, 1), right=nn.Conv2d(2, 2, 1))
     model, wide = fork, Mapping().set_module_name("left", fxq.QConfig(input=ACT("int16")))
-    one, two = (calibrated(model, batches(), "nash-e", qconfig) for qconfig in (None, wide))
+    one, two = (calibrated(model, BATCHES, "nash-e", qconfig) for qconfig in (None, wide))
     assert len(fxq.qparams(two)) == len(fxq.qparams(one)) + 1
     assert fxq.observers.observations(one) == fxq.observers.observations(two)
-    assert_same_state(fxq.prepare(model, batches()[0], "nash-e", wide, observations=fxq.observers.observations(one)), two)
+    assert_same_state(fxq.prepare(model, BATCHES[0], "nash-e", wide, observations=fxq.observers.observations(one)), two)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------------------

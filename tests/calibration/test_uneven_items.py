@@ -124,8 +124,7 @@ class OutlierNetwork(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.wide = nn.Conv2d(4, 8, 1)
+        self.first, self.wide = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()), nn.Conv2d(4, 8, 1)
         nn.init.constant_(self.wide.weight[:, 3], 100.0)
         self.then = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
         self.last = nn.Sequential(nn.Conv2d(8, 4, 3, padding=1), nn.BatchNorm2d(4))

@@ -215,9 +215,7 @@ def test_a_third_arithmetic_holds_the_contract(tmp_path: Path) -> None:
     result = {node.target for node in integer.graph.nodes}
     assert Mixed.primitives <= result
     assert not result & {quantization.requantize_real, align_fixed}
-    contract.assert_validate_is_integer(prepared, integer, batch)
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,)])
-    contract.assert_train_is_validate(prepared, batch)
+    contract.assert_contract(prepared, tmp_path / "model.onnx", batch, integer=integer)
     loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
     assert torch.equal(loaded(batch), integer(batch))
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "fast.onnx", style="fast"), [batch])

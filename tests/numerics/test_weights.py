@@ -19,7 +19,7 @@ from fxquant.numerics.grids import WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, IntTy
 from fxquant.numerics.rounding import AdaptiveRounding, straight_through
 from fxquant.quantization.weights import WeightQuantizer, WeightScale
 from tests.shared import contract, oracle
-from tests.shared.networks import to_train
+from tests.shared.networks import descend, to_train
 
 
 class Adaptive(fxq.tuning.Rounding):
@@ -110,11 +110,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
-        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2)
-        self.norm = nn.BatchNorm2d(4)
-        self.offset = nn.Parameter(torch.randn(4, 1, 1))
-        self.matrix = nn.Parameter(torch.randn(4, 5))
+        self.conv, self.bn, self.up = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2)
+        self.norm, self.offset, self.matrix = nn.BatchNorm2d(4), nn.Parameter(torch.randn(4, 1, 1)), nn.Parameter(torch.randn(4, 5))
         self.head = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,12 +132,8 @@ def adaptive(training: str = "statistics", target: str = "bayes-e") -> fx.GraphM
 
 
 def train(prepared: fx.GraphModule, steps: int = 3) -> None:
-    to_train(prepared)
-    optimizer = torch.optim.Adam(prepared.parameters(), 0.01)
-    for step in range(steps):
-        optimizer.zero_grad()
-        F.cross_entropy(prepared(batches()[step]), torch.arange(6) % 3).backward()
-        optimizer.step()
+    optimizer = torch.optim.Adam(to_train(prepared).parameters(), 0.01)
+    descend(prepared, batches()[:steps], loss=lambda output: F.cross_entropy(output, torch.arange(6) % 3), optimizer=optimizer)
 
 
 def offsets(prepared: fx.GraphModule) -> dict[str, Tensor]:

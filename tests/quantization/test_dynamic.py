@@ -244,21 +244,15 @@ def test_what_a_dynamic_qconfig_has_no_use_for(options: dict[str, Any]) -> None:
         fxq.QConfig(**options, dynamic=True)
 
 
-def test_a_sum_that_is_too_long_stays_in_float() -> None:
+def test_a_sum_that_is_too_long_weights_that_are_no_numbers_and_scales_that_cannot_be_set() -> None:
     told = fxq.explain(fxq.prepare(nn.Linear(66312, 1), (torch.zeros(1, 66312),), "x86", DYNAMIC))
     assert "at most 66311 fit" in told
     assert "dynamic" not in told.split()[1]
-
-
-def test_weights_that_are_no_numbers() -> None:
     model = live(product_model())
     with torch.no_grad():
         model.first.weight[0, 0] = torch.nan  # type: ignore[union-attr, operator, index]
     with pytest.raises(fxq.errors.NotFinite, match="%first"):
         fxq.prepare(model, (drawn(4, 6),), "x86", DYNAMIC)
-
-
-def test_a_target_s_scale_cannot_be_set() -> None:
     prepared = fxq.prepare(live(product_model()), (drawn(4, 6),), "x86", DYNAMIC)
     with pytest.raises(fxq.errors.ConfigurationError, match="cannot be set"):
         fxq.set_qparams(prepared, {"first": 0.5})

@@ -217,8 +217,7 @@ POOLED, BESSEL = after_a_layer(nn.MaxPool2d(2)), after_a_layer(written(lambda m,
 NOTHING = "this rule of the qconfig matched nothing: "
 TOLD: dict[str, tuple[nn.Module, Any, list[str]]] = {  # of a model and a mapping
     "nothing that matches": (
-        with_spare_layer(),
-        mapping(("module_name_regex", "blok", WIDE), ("object_type", nn.GELU, None), ("object_type", F.gelu, None)),
+        with_spare_layer(), mapping(("module_name_regex", "blok", WIDE), ("object_type", nn.GELU, None), ("object_type", F.gelu, None)),
         [NOTHING + name for name in ("pattern blok", "type GELU", "type gelu", "attribute block.spare")],
     ),
     "a name of another model": (network(), mapping(rule("name", "conv", WIDE), ("module_name", "typo", WIDE)), [NOTHING + "name typo"]),
@@ -226,18 +225,15 @@ TOLD: dict[str, tuple[nn.Module, Any, list[str]]] = {  # of a model and a mappin
         after_a_layer(nn.FractionalMaxPool2d(2, output_size=2)), mapping(("object_type", nn.FractionalMaxPool2d, None)), []
     ),
     "others go before": (
-        network(),
-        mapping(("object_type", nn.BatchNorm2d, WIDE), rule("name", "relu", EIGHT), rule("name", "conv", EIGHT)),
+        network(), mapping(("object_type", nn.BatchNorm2d, WIDE), rule("name", "relu", EIGHT), rule("name", "conv", EIGHT)),
         ["this rule of the qconfig has no effect, since other rules override it wherever it matches: type BatchNorm2d"],
     ),
     "a dtype that an operator cannot have": (
-        POOLED,
-        mapping(("object_type", nn.MaxPool2d, fxq.QConfig(ACT("int32")))),
+        POOLED, mapping(("object_type", nn.MaxPool2d, fxq.QConfig(ACT("int32")))),
         ["%_1 is int8, as the graph requires, and not int32 as the qconfig's type MaxPool2d says"],
     ),
     "an input that means nothing": (
-        POOLED,
-        mapping(("object_type", nn.MaxPool2d, INPUT)),
+        POOLED, mapping(("object_type", nn.MaxPool2d, INPUT)),
         ["the input= of the qconfig's type MaxPool2d is not used by %_1: what is read there is quantized already"],
     ),
     "the input of the default, which is the model's": (fork(), INPUT, []),
@@ -370,12 +366,9 @@ def test_every_spelling_of_a_function_means_every_other(name: str) -> None:
     assert [(one, other) for one in spellings for other in spellings if not is_meant(one, other)] == []
 
 
-def test_a_function_means_the_layer_that_calls_it() -> None:
+def test_a_function_means_the_layer_that_calls_it_and_no_other() -> None:
     assert [(one, other) for one, other in MODULES.items() if not is_meant(one, other)] == []
     assert [(one, other) for one, other in MODULES.items() if is_meant(other, one)] == []
-
-
-def test_other_functions_and_classes_are_not_meant() -> None:
     assert [(one, other) for one, other in OTHERS if is_meant(one, other)] == []
 
 
@@ -431,9 +424,6 @@ def test_the_spelling_that_the_model_has_goes_before_others() -> None:
         said = fxq.explain(fxq.prepare(Followed(lambda y, x: F.linear(y, torch.ones(2, 8))), torch.randn(4, 8), "nash-e", rules))
         assert [line.split()[0] for line in said.splitlines() if line.startswith("%") and "keeps it in float" in line] == ["%linear"]
         assert "matched nothing" not in said
-
-
-def test_a_rule_for_two_spellings_of_a_function_takes_the_models_own() -> None:
     rules = fxq.QConfigMapping().set_object_type(F.softmax, None).set_object_type("softmax", fxq.QConfig())
     said = fxq.explain(fxq.prepare(Followed(lambda y, x: y.softmax(1)), torch.randn(4, 8), "nash-e", rules))
     assert "the qconfig keeps it in float" not in said

@@ -33,10 +33,8 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.mix = nn.Conv2d(8, 8, 3, padding=1)
-        self.up = nn.ConvTranspose2d(8, 6, 2, stride=2)
-        self.head = nn.Linear(14, 5)
+        self.stem, self.mix = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()), nn.Conv2d(8, 8, 3, padding=1)
+        self.up, self.head = nn.ConvTranspose2d(8, 6, 2, stride=2), nn.Linear(14, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         stem = self.stem(x)

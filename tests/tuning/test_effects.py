@@ -22,12 +22,15 @@ def noise_of(changed: Tensor, wanted: Tensor = WANTED) -> Noise:
     return Noise.of([[wanted]], [[changed]])
 
 
-def test_noise_is_the_squared_error_over_the_power_of_what_is_finite_in_the_reference() -> None:
+def test_noise_is_the_squared_error_over_the_power_of_what_is_finite_in_the_reference_pooled_over_samples() -> None:
     measured = noise_of(torch.tensor([3.0, 4.0, 1.0]))
     assert (measured.pooled, measured.parts) == (1 / 25, (1 / 25,))
     assert noise_of(WANTED).pooled == 0
     wanted = torch.tensor([3.0, math.inf, math.nan, 4.0])
     assert noise_of(torch.tensor([3.0, math.inf, 7.0, 5.0]), wanted).pooled == 1 / 25
+    # A sample without a signal does not decide.
+    wanted, changed = ([[torch.tensor([value])] for value in values] for values in ((10.0, 0.01), (11.0, 0.02)))
+    assert abs(Noise.of(wanted, changed).pooled - 1 / 100) < 1e-4
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -75,12 +78,6 @@ def test_a_step_with_which_one_part_loses_is_not_taken() -> None:
     assert best_of({"usual": usual, "mixed": mixed, "better": better}, "usual") == "better"
 
 
-def test_noise_is_pooled_over_samples() -> None:
-    """A sample without a signal does not decide."""
-    wanted, changed = ([[torch.tensor([value])] for value in values] for values in ((10.0, 0.01), (11.0, 0.02)))
-    assert abs(Noise.of(wanted, changed).pooled - 1 / 100) < 1e-4
-
-
 @pytest.mark.parametrize("huge", [1, 4, 16])
 def test_support_is_the_number_of_samples_that_gain(huge: int) -> None:
     """Sixteen samples in chunks of four."""
@@ -93,15 +90,12 @@ def test_support_is_the_number_of_samples_that_gain(huge: int) -> None:
     assert support(before, after) == 0
 
 
-def test_samples_are_those_of_the_batch_of_the_inputs() -> None:
+def test_samples_are_those_of_the_batch_of_the_inputs_and_sensitivity_estimates_by_parts() -> None:
     inputs = torch.randn(4, 3, 8, 8)
     outputs = FloatOutputs(contract.calibrated(Detector().eval(), [inputs], "x86"), [[inputs], [inputs[:2]]])
     measured = outputs.measure()
     assert [part.shape for part in measured.samples] == [(6,)] * 3
     assert all(torch.equal(part[:2], part[4:]) for part in measured.samples)
-
-
-def test_sensitivity_estimates_by_parts() -> None:
     inputs = torch.randn(4, 3, 8, 8)
     sensitivity = fxq.search.sensitivity(Detector().eval(), [inputs], "bayes-e", options=fxq.Options(measured=False), show_progress=False)
     assert {"boxes.weight", "scores.weight"} <= {tensor.name for tensor in sensitivity.tensors}

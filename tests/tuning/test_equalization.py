@@ -23,8 +23,7 @@ class Chain(nn.Module):
 
     def __init__(self, between: Callable[[Any, Tensor], Tensor], inner: int = 8, outer: int = 8, **layers: nn.Module) -> None:
         super().__init__()
-        self.first, self.norm = nn.Conv2d(3, inner, 3, padding=1), nn.BatchNorm2d(inner)
-        self.last = nn.Conv2d(outer, 5, 1)
+        self.first, self.norm, self.last = nn.Conv2d(3, inner, 3, padding=1), nn.BatchNorm2d(inner), nn.Conv2d(outer, 5, 1)
         self.layers, self.between = nn.ModuleDict(layers), between
         with torch.no_grad():
             self.norm.running_mean.uniform_(-0.5, 0.5)  # type: ignore[union-attr]
@@ -234,8 +233,7 @@ class Rescaled(nn.Module):
 
     def __init__(self, bits: int) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.widen, self.widened = nn.Conv2d(8, 24, 1, bias=False), nn.BatchNorm2d(24)
+        self.stem, self.widen, self.widened = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 24, 1, bias=False), nn.BatchNorm2d(24)
         self.filter, self.filtered = nn.Conv2d(24, 24, 3, padding=1, groups=24, bias=False), nn.BatchNorm2d(24)
         self.narrow, self.head = nn.Conv2d(24, 8, 1), nn.Linear(8, 5)
         for norm, after in ((self.widened, self.filter), (self.filtered, self.narrow)):

@@ -28,8 +28,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.bounded = bounded
         generator = torch.Generator().manual_seed(0)
-        self.stem, self.body = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
-        self.head = nn.Linear(16, 8)
+        self.stem, self.body, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1), nn.Linear(16, 8)
         for layer in (self.stem, self.body, self.head):
             layer.weight.data.normal_(0, layer.weight[0].numel() ** -0.5, generator=generator)
             layer.bias.data.zero_()  # type: ignore[union-attr]
@@ -177,14 +176,11 @@ def test_magnitudes_keep_small_values(target: str, least: float) -> None:
         assert torch.equal(fxq.convert(prepared)(inputs), prepared(inputs))
 
 
-def test_it_stays_where_they_count() -> None:
+def test_it_stays_where_they_count_and_where_the_user_chose_the_range() -> None:
     prepared, usual = with_powers(saturating(bounded=False)), with_powers(saturating(bounded=False), choose_ranges=False)
     (quantizer,) = (each.output for each in quantized_operators(usual).values() if each.operator is QUANTIZE)
     quantizer.choose_by(ranges.method_of(prepared))
     assert range_of(prepared) == range_of(usual)
-
-
-def test_it_stays_where_the_user_chose_the_range() -> None:
     whole = fxq.QConfig(input=fxq.ActivationConfig(observer=MinMaxObserver))
     assert range_of(with_powers(saturating(bounded=True), qconfig=whole)) == pytest.approx(powers(0).max() / 127.5)
     fixed = fxq.QConfig(input=fxq.ActivationConfig(scale=0.5))

@@ -41,10 +41,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.block = nn.Conv2d(1, 6, 3, padding=1), block_model(6)
-        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2)
-        self.matrix = nn.Parameter(torch.randn(4, 5))
-        self.head = nn.Linear(5, 3)
+        self.stem, self.block, self.up = nn.Conv2d(1, 6, 3, padding=1), block_model(6), nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2)
+        self.matrix, self.head = nn.Parameter(torch.randn(4, 5)), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.hardswish(self.up(self.block(F.relu6(self.stem(x)))))
