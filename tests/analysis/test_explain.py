@@ -31,14 +31,12 @@ REASONS: dict[str, tuple[Body, str]] = {
     "x / batch": (lambda x: x / x.shape[0], "it divides by a number that is computed"),
     "x * (1 / batch)": (lambda x: x * (1 / x.shape[0]), "its operand %truediv is not a tensor"),
     "as_strided": (
-        lambda x: x.relu().as_strided((2,), (1,)),
-        "it reads the memory of its operand, and only the strides of model inputs are known",
+        lambda x: x.relu().as_strided((2,), (1,)), "it reads the memory of its operand, and only the strides of model inputs are known",
     ),
     "x + nan": (lambda x: x + float("nan"), "one of its numbers is not finite"),
     "max(x)": (lambda x: torch.max(x), "it reduces the batch, whose size is not fixed"),
     "logcumsumexp": (
-        lambda x: x.logcumsumexp(1),
-        "no registered operator matches logcumsumexp: its running sums exceed the range of a grid; "
+        lambda x: x.logcumsumexp(1), "no registered operator matches logcumsumexp: its running sums exceed the range of a grid; "
         "where they are small, write exp, cumsum and log",
     ),
     "bessel_j0": (lambda x: torch.special.bessel_j0(x), "no registered operator matches special_bessel_j0"),
@@ -46,8 +44,7 @@ REASONS: dict[str, tuple[Body, str]] = {
     "sum of all": (lambda x: x.sum(), "it sums over the batch, whose size is not fixed"),
     "mean, dtype": (lambda x: x.mean(1, dtype=torch.float64), "a dtype argument has no integer form"),
     "double": (
-        lambda x: x.double() * 2,
-        "its operand %double_1 is float64, and only float32 tensors are quantized; convert it to float32",
+        lambda x: x.double() * 2, "its operand %double_1 is float64, and only float32 tensors are quantized; convert it to float32",
     ),
     "a list of the batch": (lambda x: x[[0, 1]], "it indexes the batch by a list"),
 }  # fmt: skip
@@ -75,14 +72,10 @@ def reasons(body: Body) -> list[str]:
     return result
 
 
-@pytest.mark.parametrize(("body", "reason"), REASONS.values(), ids=REASONS)
-def test_the_reason_for_what_was_written(body: Body, reason: str) -> None:
-    assert reasons(body)[0] == reason
-
-
-@pytest.mark.parametrize(("body", "reason"), FOLLOWING.values(), ids=FOLLOWING)
-def test_the_reason_for_what_follows(body: Body, reason: str) -> None:
-    assert reasons(body)[1] == reason
+@pytest.mark.parametrize("name", [*REASONS, *FOLLOWING])
+def test_the_reason_for_what_was_written_or_for_what_follows(name: str) -> None:
+    body, reason = (REASONS | FOLLOWING)[name]
+    assert reasons(body)[name in FOLLOWING] == reason
 
 
 def test_an_int32_output_is_not_computed_with() -> None:

@@ -27,13 +27,9 @@ class Known(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.plain = nn.Conv2d(3, 8, 3, stride=2, padding=1)
-        self.grouped = nn.Conv2d(8, 12, (3, 1), groups=4, bias=False)
-        self.norm = nn.BatchNorm2d(12)
-        self.up = nn.ConvTranspose2d(12, 6, 2, stride=2, groups=3)
-        self.head = nn.Linear(6, 5)
-        self.matrix = nn.Parameter(torch.randn(5, 7))
-        self.alone = nn.BatchNorm2d(6)
+        self.plain, self.grouped = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.Conv2d(8, 12, (3, 1), groups=4, bias=False)
+        self.norm, self.up, self.head = nn.BatchNorm2d(12), nn.ConvTranspose2d(12, 6, 2, stride=2, groups=3), nn.Linear(6, 5)
+        self.matrix, self.alone = nn.Parameter(torch.randn(5, 7)), nn.BatchNorm2d(6)
 
     def forward(self, x: Tensor) -> Any:
         x = F.relu(self.norm(self.grouped(F.silu(self.plain(x)))))
@@ -52,14 +48,9 @@ def by_name(model: Any) -> dict[str, fxq.results.Layer]:
 
 # 10 × 9 pictures: plain gives 5 × 5 of 8 channels, grouped 3 × 5 of 12, up 6 × 10 of 6, and 60 rows of 6 features.
 MACS = {
-    "plain": 8 * 5 * 5 * (3 * 3 * 3),
-    "grouped": 12 * 3 * 5 * (2 * 3 * 1),
-    "up": 12 * 3 * 5 * (2 * 2 * 2),
-    "up_1": 12 * 3 * 5 * (2 * 2 * 2),
-    "head": 60 * 6 * 5,
-    "matmul": 60 * 5 * 7,
-    "bmm": 60 * 5 * 60,
-}
+    "plain": 8 * 5 * 5 * (3 * 3 * 3), "grouped": 12 * 3 * 5 * (2 * 3 * 1), "up": 12 * 3 * 5 * (2 * 2 * 2),
+    "up_1": 12 * 3 * 5 * (2 * 2 * 2), "head": 60 * 6 * 5, "matmul": 60 * 5 * 7, "bmm": 60 * 5 * 60,
+}  # fmt: skip
 ELEMENTS = {
     "plain": 8 * 25, "silu": 8 * 25, "grouped": 12 * 15, "up": 6 * 60, "alone": 6 * 60, "head": 300, "bmm": 3600, "logcumsumexp": 300,
 }  # fmt: skip

@@ -240,11 +240,16 @@ def test_a_difference_of_weights_is_counted(form: str, other: str, files: dict[s
     assert "conv.weight" not in shown.partition("tensors differ")[2]
 
 
-def test_a_calibrated_model_differs_from_one_that_is_not_by_its_scales(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_calibrated_model_differs_by_its_scales_and_different_kinds_have_no_difference(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     status, shown, _ = called(capsys, "diff", files["prepared"], files["uncalibrated"])
     assert status == 1
     assert "| unknown" in shown
     assert "tensors differ" not in shown
+    status, shown, error = called(capsys, "diff", files["integer"], files["onnx"])
+    assert (status, shown) == (2, "")
+    assert "fxquant verify" in error
 
 
 def test_a_scale_alone(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,12 +262,6 @@ def test_a_scale_alone(files: dict[str, Path], tmp_path: Path, capsys: pytest.Ca
     assert status == 1
     assert shown.startswith("1 of "), "four digits, which the graph's text shows, are equal"
     assert f"  head: {before:.9g} | {after:.9g}" in shown
-
-
-def test_different_kinds_have_no_difference(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    status, shown, error = called(capsys, "diff", files["integer"], files["onnx"])
-    assert (status, shown) == (2, "")
-    assert "fxquant verify" in error
 
 
 # ---- verify -------------------------------------------------------------------------------------------------------------

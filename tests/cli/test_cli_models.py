@@ -15,7 +15,7 @@ import onnxruntime
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 import fxquant as fxq
 from fxquant.cli.photographs import Preprocessing, samples_of
@@ -24,10 +24,7 @@ from tests.shared.programs import program
 
 NETWORKS = program("cli_models_networks")
 ROWS = 24
-
-
-def images() -> Tensor:
-    return torch.randn(ROWS, 2, 8, 8, generator=torch.Generator().manual_seed(1))
+IMAGES = torch.randn(ROWS, 2, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +35,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "networks.py").write_text(NETWORKS)
     (tmp_path / "broken.py").write_text("import torch\nx = 1 / 0\n")
     (tmp_path / "unwritten.py").write_text("def f(:\n")
-    np.save(tmp_path / "images.npy", images().numpy())
+    np.save(tmp_path / "images.npy", IMAGES.numpy())
     yield
     for name in ("networks", "broken", "unwritten"):
         sys.modules.pop(name, None)
@@ -54,7 +51,7 @@ def files_of(folder: str) -> list[str]:
 
 def by_hand(target: str = "bayes-e", qconfig: Any = None) -> fxq.results.Result:
     """Quantize by Python's functions with the same samples, of which the last fifth is held back."""
-    batches = [{"image": rows} for rows in images()[: -(ROWS // 5)].split(8)]
+    batches = [{"image": rows} for rows in IMAGES[: -(ROWS // 5)].split(8)]
     return fxq.quantize(network_of("Network"), batches, target, qconfig)
 
 
@@ -75,7 +72,7 @@ def test_quantize_writes_what_pythons_functions_make(capsys: pytest.CaptureFixtu
     assert files_of("out") == ["integer.fxq", "model.onnx", "report.html", "summary.json"]
     result = by_hand("nash-e")
     assert Path("out/integer.fxq").read_bytes() == fxq.save(result.integer, "mine.fxq").read_bytes()
-    held = images()[-(ROWS // 5) :]
+    held = IMAGES[-(ROWS // 5) :]
     verified = result.verify("out/model.onnx", [held])
     assert verified
     compared = result.compare([held])
@@ -263,7 +260,7 @@ def test_a_factory_that_gives_no_model(name: str, capsys: pytest.CaptureFixture[
 
 
 def test_data_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    image = images().numpy()
+    image = IMAGES.numpy()
     np.savez("missing.npz", image=image, other=image)
     np.savez("uneven.npz", image=image, mask=np.zeros((5, 4, 6, 6), np.float32))
     np.save("wide.npy", image.astype(np.float64))

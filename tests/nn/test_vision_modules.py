@@ -115,8 +115,7 @@ class Vision(nn.Module):
         super().__init__()
         self.colour = fxq.nn.BgrToYuv444(centred=True)
         self.flow, self.offset, self.mask = (nn.Conv2d(3, outputs, 3, padding=1) for outputs in (2, 18, 9))
-        self.warp, self.deform = fxq.nn.Warp(), fxq.nn.DeformConv2d(3, 4, 3, padding=1)
-        self.correlation = fxq.nn.Correlation(1)
+        self.warp, self.deform, self.correlation = fxq.nn.Warp(), fxq.nn.DeformConv2d(3, 4, 3, padding=1), fxq.nn.Correlation(1)
         self.regions = fxq.nn.MultiScaleRoIAlign(1, [1.0, 0.5], canonical_scale=4, canonical_level=1)
 
     def forward(self, image: Tensor, boxes: Tensor) -> tuple[Tensor, ...]:
@@ -137,9 +136,7 @@ def test_they_become_integers_by_the_contract(tmp_path: Path) -> None:
     with torch.no_grad():
         for actual, expected in zip(integer(*inputs), model(*inputs), strict=True):
             assert float((actual - expected).pow(2).mean()) < 10**-2.5 * float(expected.pow(2).mean())  # 25 dB
-    contract.assert_validate_is_integer(prepared, integer, *inputs)
-    contract.assert_integer_is_onnx(integer, tmp_path / "vision.onnx", [inputs])
-    contract.assert_train_is_validate(prepared, *inputs)
+    contract.assert_contract(prepared, tmp_path / "vision.onnx", *inputs, integer=integer)
     contract.assert_gradients_reach_every_parameter(prepared, *inputs)
 
 

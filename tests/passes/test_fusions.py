@@ -29,6 +29,7 @@ IMAGE, KERNEL = (2, 4, 8, 8), (4, 4, 1, 1)
 FUSIONS = (BatchNorm, Clamp, LayerScale, Padding, Residual)
 INPUTS = {**{key: {"x": IMAGE} for key in FUSIONS}, Residual: {"x": IMAGE, "r": IMAGE}, LayerScale: {"x": (2, 4)}}
 HELD = {**{key: {"w": KERNEL} for key in FUSIONS}, LayerScale: {"w": (4, 4), "b": (4,), "g": (4,)}}
+BATCHES = torch.randn(12, 3, 6, 6, generator=torch.Generator().manual_seed(1)).split(8)
 
 
 def parsed(picture: str, inputs: Shapes, held: Shapes) -> fx.GraphModule:
@@ -91,9 +92,7 @@ def test_zeros_before_convolutions_are_their_padding_with_equal_bits(
     images = [torch.randn(count, 3, 6, 7) for count in (4, 2)]
     prepared, integer = compiled(network, images, target)
     assert "pad(" not in fxq.text(integer)
-    contract.assert_validate_is_integer(prepared, integer, images[0])
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(images[1],)])
-    contract.assert_train_is_validate(prepared, images[0])
+    contract.assert_contract(prepared, tmp_path / "model.onnx", images[0], integer=integer)
     monkeypatch.setattr(preparing, "PREPARE", tuple(step for step in passes.PREPARE if step.name != "padding.fuse"))
     _, apart = compiled(network, images, target)
     assert "pad(" in fxq.text(apart)
@@ -103,8 +102,7 @@ def test_zeros_before_convolutions_are_their_padding_with_equal_bits(
 APART = {
     "crop": (lambda s, x: s.a(F.pad(x, (1, -1))), {}, "it pads channels or the batch, or crops"),
     "a maximum as well": (
-        lambda s, x: (s.a(p := F.pad(x, (1, 1))), F.max_pool2d(p, 3)), {},
-        "%max_pool2d reads it as well, and has no padding of zeros",
+        lambda s, x: (s.a(p := F.pad(x, (1, 1))), F.max_pool2d(p, 3)), {}, "%max_pool2d reads it as well, and has no padding of zeros",
     ),
     "a rule": (lambda s, x: s.a(s.z(x)), {nn.ZeroPad2d: fxq.QConfig()}, "the qconfig has a rule for it that is not about %a"),
     "limit": (lambda s, x: s.v(F.pad(x.unsqueeze(2), (2, 2))), {}, "its padding beyond kernel / 2 is 1; bayes allows none"),
@@ -136,12 +134,10 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.conv = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1, groups=2)
-        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6, bias=False)
-        self.last = nn.Linear(6, 6)
+        self.up, self.down, self.last = nn.Linear(6, 12), nn.Linear(12, 6, bias=False), nn.Linear(6, 6)
         self.normed, self.norm, self.both = nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.Conv2d(6, 6, 1)
         self.of_conv = nn.Parameter(torch.linspace(-0.7, 1.3, 6).reshape(6, 1, 1))
-        self.of_linear = nn.Parameter(torch.linspace(0.2, 1.5, 6))
-        self.of_columns = nn.Parameter(torch.linspace(0.2, 1.5, 6))
+        self.of_linear, self.of_columns = nn.Parameter(torch.linspace(0.2, 1.5, 6)), nn.Parameter(torch.linspace(0.2, 1.5, 6))
 
     def forward(self, x: Tensor) -> Any:
         x = self.stem(x)
@@ -154,11 +150,6 @@ class Branches(nn.Module):
         return self.norm(self.normed(x)) * self.of_conv, both * self.of_conv + both, self.stem(x[:, :3]) * self.of_columns
 
 
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(count, 3, 6, 6, generator=generator) for count in (8, 4)]
-
-
 def model() -> Branches:
     torch.manual_seed(0)
     return Branches().eval()
@@ -168,26 +159,24 @@ def model() -> Branches:
 @pytest.mark.parametrize(("target", "dtype"), [("bayes-e", "int8"), ("nash-e", "int16"), ("x86", "uint8")])
 def test_layers_with_factors_hold_the_contract(target: str, dtype: str, tmp_path: Path) -> None:
     output = model()
-    prepared, integer = compiled(output, batches(), target, fxq.QConfig(fxq.ActivationConfig(dtype)))
+    prepared, integer = compiled(output, BATCHES, target, fxq.QConfig(fxq.ActivationConfig(dtype)))
     products = [layer.name for layer in fxq.inspect.layers(prepared) if layer.operator == "mul"]
     assert len(products) == 3, "after a batch norm, of a layer with two users, and of columns"
     assert {"conv", "down"} <= {layer.name for layer in fxq.inspect.layers(prepared) if len(layer.fused) == 2}, (
         "the factors and the addition"
     )
     assert prepared.state_dict().keys() >= output.state_dict().keys()
-    contract.assert_validate_is_integer(prepared, integer, batches()[0])
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batches()[1],)])
-    contract.assert_train_is_validate(prepared, batches()[0])
+    contract.assert_contract(prepared, tmp_path / "model.onnx", BATCHES[0], integer=integer)
 
 
 def test_in_float_it_is_the_model_and_layers_are_compared_with_their_products() -> None:
     output = model()
-    prepared, _ = compiled(output, batches())
+    prepared, _ = compiled(output, BATCHES)
     fxq.set_state(prepared, fxq.State.FLOAT)
-    for wanted, actual in zip(output(batches()[0]), prepared(batches()[0]), strict=True):
+    for wanted, actual in zip(output(BATCHES[0]), prepared(BATCHES[0]), strict=True):
         torch.testing.assert_close(actual, wanted)
     fxq.set_state(prepared, fxq.State.VALIDATE)
-    actual = fxq.compare(output, prepared, batches(), advice=False)
+    actual = fxq.compare(output, prepared, BATCHES, advice=False)
     assert actual["conv"].reference == "add"
     assert actual["conv"].sqnr > 30
     assert actual["down"].sqnr > 30
@@ -197,17 +186,17 @@ def test_in_float_it_is_the_model_and_layers_are_compared_with_their_products() 
 
 
 def test_both_are_trained_and_kept_in_files(tmp_path: Path) -> None:
-    prepared, _ = compiled(model(), batches())
+    prepared, _ = compiled(model(), BATCHES)
     fxq.set_state(prepared, fxq.State.TRAIN)
-    sum(output.square().sum() for output in prepared(batches()[0])).backward()
+    sum(output.square().sum() for output in prepared(BATCHES[0])).backward()
     for name in ("of_conv", "of_linear", "conv.weight", "conv.bias", "down.weight"):
         assert float(prepared.get_parameter(name).grad.abs().min()) > 0, name
     fxq.set_state(prepared, fxq.State.VALIDATE)
     fxq.save(prepared, tmp_path / "model.fxq")
-    assert all(map(torch.equal, fxq.load(tmp_path / "model.fxq")(batches()[0]), prepared(batches()[0])))
+    assert all(map(torch.equal, fxq.load(tmp_path / "model.fxq")(BATCHES[0]), prepared(BATCHES[0])))
     with torch.no_grad():
         prepared.of_conv.mul_(0)
-        assert torch.equal(fxq.convert(prepared)(batches()[0])[0], prepared(batches()[0])[0])
+        assert torch.equal(fxq.convert(prepared)(BATCHES[0])[0], prepared(BATCHES[0])[0])
 
 
 # ---- constants of other columns: they cost no more than a batch norm of the same numbers ------------------------------

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from tests.shared.networks import Network, dtypes
+from tests.shared.networks import Network, descend, dtypes, to_train
 
 IMAGES = (4, 3, 8, 8)
 
@@ -19,8 +19,7 @@ class Outputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.image, self.limited, self.read, self.squashed, self.twice, self.moved = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(6))
-        self.after = nn.Linear(6, 2)
-        self.boxes, self.scores = nn.Conv2d(3, 2, 1), nn.Conv2d(3, 1, 1)
+        self.after, self.boxes, self.scores = nn.Linear(6, 2), nn.Conv2d(3, 2, 1), nn.Conv2d(3, 1, 1)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         read, squashed = self.read(x), torch.sigmoid(self.squashed(x))
@@ -68,10 +67,7 @@ def test_what_only_a_dequantization_reads_is_a_sum(target: str, tmp_path: Path) 
 def test_sums_train_and_are_loaded(training: str, tmp_path: Path) -> None:
     model, x = Outputs().eval(), batches()[0]
     prepared = fxq.load(fxq.save(calibrated(model, "bayes-e", fxq.QConfig(fxq.ActivationConfig(training=training))), tmp_path / "model"))
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    optimizer = torch.optim.SGD(prepared.train().parameters(), 0.01)
-    sum(value.square().mean() for value in prepared(x).values()).backward()
-    optimizer.step()
+    descend(to_train(prepared), [x], 0.01, lambda output: sum(value.square().mean() for value in output.values()))
     fxq.set_state(prepared.eval(), fxq.State.VALIDATE)
     assert dtypes(prepared)["image"] == "int32"
     assert fxq.verify(prepared, fxq.convert(prepared), [x])
@@ -120,8 +116,7 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.gate = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 1)
-        self.heads = nn.ModuleList(nn.Conv2d(8, 3, 1) for _ in range(2))
+        self.stem, self.gate, self.heads = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 1), nn.ModuleList(nn.Conv2d(8, 3, 1) for _ in range(2))
         self.classes, self.norm, self.angle, self.shown = nn.Conv2d(8, 5, 1), nn.BatchNorm2d(5), nn.Linear(8, 2), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
 from tests.shared.contract import compiled
-from tests.shared.networks import Network
+from tests.shared.networks import Network, to_train
 
 Step = Callable[[nn.Module, Tensor], Tensor]
 NOTHING: dict[str, Step] = {
@@ -39,8 +39,7 @@ class Blocks(nn.Module):
     def __init__(self, between: Step) -> None:
         super().__init__()
         self.layer, self.norm, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
-        self.identity, self.dropout = nn.Identity(), nn.Dropout(0.0)
-        self.between = between
+        self.identity, self.dropout, self.between = nn.Identity(), nn.Dropout(0.0), between
 
     def forward(self, x: Tensor) -> Tensor:
         between = self.between
@@ -111,8 +110,7 @@ def test_a_relu_after_dropout_belongs_to_the_layer_and_dropout_still_acts(dropou
     prepared = compiled(model, [x]).prepared
     assert kinds(prepared) == ["quantize", model.layer.__class__.__name__.lower(), "dropout"]
     expected = prepared(x)
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    to_train(prepared)
     fxq.freeze(prepared)
     dropped = prepared(x)
     assert bool(((dropped == 0) | (dropped == 2 * expected)).all())

@@ -42,10 +42,8 @@ class Tiny(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
-        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
-        self.relu = nn.ReLU(inplace=True)
-        self.pool = nn.MaxPool2d(2)
-        self.head = nn.Linear(64, 3)
+        self.conv2, self.bn2, self.relu = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.pool, self.head = nn.MaxPool2d(2), nn.Linear(64, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(self.bn1(self.conv1(x)))
@@ -112,8 +110,7 @@ class Around(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stub, self.tiny = torch.ao.quantization.QuantStub(), tiny()
-        self.first = nn.Conv2d(2, 2, 3)
+        self.stub, self.tiny, self.first = torch.ao.quantization.QuantStub(), tiny(), nn.Conv2d(2, 2, 3)
         self.mix, self.factors = nn.Linear(3, 3), nn.Parameter(torch.tensor([0.5, -1.0, 2.0]))
         self.register_buffer("mask", torch.tensor([0.0, -1e9, 0.0]))
 

@@ -29,8 +29,7 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.left, self.right = (nn.Conv2d(c, 4, 3, padding=1) for c in (3, 4, 4))
-        self.block = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU())
-        self.gain = nn.Parameter(torch.randn(4))
+        self.block, self.gain = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()), nn.Parameter(torch.randn(4))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x = torch.relu(self.stem(x))

@@ -164,11 +164,8 @@ def conflict_text(model: nn.Module, mapping: QConfigMapping) -> str:
     return re.sub(r"\.py:\d+", ".py:N", str(caught.value)) + "\n"
 
 
-def test_two_fixed_scales_tied_by_a_pool_conflict(golden: Golden) -> None:
+def test_two_fixed_scales_tied_by_a_pool_conflict_and_the_path_between_the_two_is_the_explanation(golden: Golden) -> None:
     golden(conflict_text(Net(), conflicting()), "conflict-pool.txt")
-
-
-def test_the_path_between_the_two_is_the_explanation(golden: Golden) -> None:
     mapping = QConfigMapping().set_module_name("first", fixed(0.5)).set_module_name("max_pool2d_1", fixed(0.125))
     golden(conflict_text(Ladder(), mapping), "conflict-chain.txt")
 

@@ -28,12 +28,9 @@ RULE = re.compile(
     r"QConfigMapping\(\)(?:\.set_module_name\('[^']*', (?:None|QConfig\((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*\))\))+"
 )
 NAMES = {
-    "QConfigMapping": QConfigMapping,
-    "QConfig": QConfig,
-    "ActivationConfig": ActivationConfig,
-    "WeightConfig": WeightConfig,
+    "QConfigMapping": QConfigMapping, "QConfig": QConfig, "ActivationConfig": ActivationConfig, "WeightConfig": WeightConfig,
     "fxq": fxq,
-}
+}  # fmt: skip
 
 
 @members(lambda: dict(dropped=nn.Dropout(), lstm=nn.LSTM(10, 8, batch_first=True), head=nn.Linear(8, 4), side=nn.Linear(10, 4)))

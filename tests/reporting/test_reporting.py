@@ -33,8 +33,7 @@ def Network(self, image: Tensor) -> Tensor:
 class Compiled:
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = Network().eval()
-        self.batches = [torch.randn(4, 3, 8, 8) for _ in range(2)]
+        self.model, self.batches = Network().eval(), [torch.randn(4, 3, 8, 8) for _ in range(2)]
         self.result = fxq.quantize(self.model, self.batches, target="nash-e")
 
 
@@ -125,9 +124,14 @@ def test_what_is_not_fused_says_why(compiled: Compiled, tmp_path: Path) -> None:
     assert "<pre" in fxq.inspect.not_fused(loaded)._repr_html_()
 
 
-def test_modules_are_counted(compiled: Compiled) -> None:
+def test_calls_of_modules_and_memory_that_is_still_to_be_read_are_counted(compiled: Compiled) -> None:
     counts = {row.module: row.times for row in fxq.inspect.call_counts(compiled.model, compiled.batches[0])}
     assert counts == {"conv": 1, "norm": 1, "again": 2, "unused": 0}
+    rows = {row.layer: row for row in fxq.inspect.memory(compiled.result.integer)}
+    size = 6 * 6 * 6
+    assert (rows["conv"].activation, rows["conv"].alive) == (size, size + 3 * 8 * 8)
+    assert rows["norm"].alive == 2 * size  # its result, and the convolution's, which the addition reads
+    assert rows["add"].alive == 3 * size
 
 
 def test_weights_of_the_integer_model_are_near_those_that_were_rounded(compiled: Compiled) -> None:
@@ -136,14 +140,6 @@ def test_weights_of_the_integer_model_are_near_those_that_were_rounded(compiled:
     assert all(30 < row.channel_sqnr <= row.sqnr + 1e-6 or row.channel_sqnr < row.sqnr for row in rows.values())
     same = fxq.inspect.compare_weights(compiled.result.integer, compiled.result.integer)
     assert all(row.largest == 0 for row in same)
-
-
-def test_memory_counts_what_is_still_to_be_read(compiled: Compiled) -> None:
-    rows = {row.layer: row for row in fxq.inspect.memory(compiled.result.integer)}
-    size = 6 * 6 * 6
-    assert (rows["conv"].activation, rows["conv"].alive) == (size, size + 3 * 8 * 8)
-    assert rows["norm"].alive == 2 * size  # its result, and the convolution's, which the addition reads
-    assert rows["add"].alive == 3 * size
 
 
 def test_shared_scales_devices_and_ranges(compiled: Compiled) -> None:

@@ -28,6 +28,7 @@ from fxquant.primitives.proof import unproved
 from fxquant.serialization import as_text, names, pack, unpack
 from fxquant.serialization.document import write_model
 from fxquant.serialization.values import RECORDS, decode, encode
+from tests.shared.networks import descend
 
 torch.set_num_threads(1)
 
@@ -39,13 +40,10 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(8)
-        self.block = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
-        self.again = nn.Conv2d(8, 8, 3, padding=1)
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.block, self.again = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()), nn.Conv2d(8, 8, 3, padding=1)
         self.again.weight = self.block[0].weight  # type: ignore[assignment]
-        self.pool = nn.MaxPool2d(2)
-        self.head = nn.Linear(8, 5)
+        self.pool, self.head = nn.MaxPool2d(2), nn.Linear(8, 5)
         self.head.bias.requires_grad_(False)
         self.register_buffer("offset", torch.randn(8, 1, 1), persistent=False)
 
@@ -62,10 +60,8 @@ class Leaves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Linear(6, 8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.recurrent = nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True)
-        self.norm = nn.RMSNorm(16)
+        self.embed, self.attention = nn.Linear(6, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.recurrent, self.norm = nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True), nn.RMSNorm(16)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -107,12 +103,7 @@ def training(steps: int = 2) -> Any:
 
 
 def train(model: Any, steps: int) -> list[Tensor]:
-    model.train()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
-    for x in images(steps):
-        optimizer.zero_grad()
-        model(x)["scores"].square().mean().backward()
-        optimizer.step()
+    descend(model.train(), images(steps), 0.01, lambda output: output["scores"].square().mean())
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
@@ -286,11 +277,12 @@ def test_records_name_every_field() -> None:
 
 
 @pytest.mark.quick
-def test_every_operator_and_primitive_has_a_name_of_its_own() -> None:
+def test_every_operator_and_primitive_has_a_name_of_its_own_and_says_what_it_can_reach() -> None:
     for function in (*OPERATORS, *PRIMITIVES):
         name = names.function_name(function)
         assert name is not None
         assert names.function_named(name) is function
+    assert [record.name for record in PRIMITIVES.values() if (record.bounds is None) != (record.kind == "float")] == []
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------------
@@ -398,16 +390,10 @@ class Everything(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.act = nn.SiLU()
-        self.again = nn.Conv2d(8, 8, 3, padding=1, groups=2)
-        self.norm = nn.BatchNorm2d(8)
-        self.slope = nn.PReLU(8)
-        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
-        self.resize = nn.Upsample(scale_factor=2, mode="bilinear")
-        self.pool, self.mean = nn.MaxPool2d(2, padding=1), nn.AvgPool2d(2)
-        self.offset = nn.Parameter(torch.randn(4, 1, 1))
-        self.head = nn.Linear(8, 5)
+        self.conv, self.act, self.again = nn.Conv2d(3, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.norm, self.slope, self.up = nn.BatchNorm2d(8), nn.PReLU(8), nn.ConvTranspose2d(8, 4, 2, stride=2)
+        self.resize, self.pool, self.mean = nn.Upsample(scale_factor=2, mode="bilinear"), nn.MaxPool2d(2, padding=1), nn.AvgPool2d(2)
+        self.offset, self.head = nn.Parameter(torch.randn(4, 1, 1)), nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.act(self.conv(x))
@@ -438,11 +424,6 @@ def test_what_is_converted_is_proved_once_more_from_the_graph_alone(target: str,
     for node in integer.graph.nodes:
         noted = node.meta.get("notes", {}).get("accumulator_bits")
         assert noted is None or 1 < noted <= 48
-
-
-@pytest.mark.quick
-def test_every_primitive_says_what_it_can_reach() -> None:
-    assert [record.name for record in PRIMITIVES.values() if (record.bounds is None) != (record.kind == "float")] == []
 
 
 Tamper = Callable[[Any, dict[str, Tensor]], None]  # of a document and its tensors

@@ -252,8 +252,7 @@ def test_a_path_that_nothing_can_be_written_to_is_an_error_that_says_why(name: s
     bad: list[Any] = [
         "", f"a\0b{ending}", f"{tmp_path}/a\0b{ending}", f"\ud800{ending}", b"bytes" + ending.encode(), 3, None if name in WRITE else 4,
         tmp_path / "file" / f"below{ending}", "/proc/none/m" + ending, tmp_path / ("long" * 100 + ending),
-        tmp_path / "new" / ("long" * 100 + ending),
-        *([tmp_path, f"{tmp_path}/new/", "."] if name in WRITE else [tmp_path / "file"]),
+        tmp_path / "new" / ("long" * 100 + ending), *([tmp_path, f"{tmp_path}/new/", "."] if name in WRITE else [tmp_path / "file"]),
     ]  # fmt: skip
     for path in bad:
         if name in WITHOUT_A_PATH and path is None:
