@@ -53,33 +53,33 @@ def scripted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 class Written:
     """Forwards of several statements; each is called by its name."""
 
-    def shape_unpacking(m, x):
+    def shape_unpacking(m: Any, x):
         batch, rows, columns = x.shape
         return x.reshape(batch * rows, columns).reshape(batch, rows * columns)
 
-    def formatted_shape(m, x):
+    def formatted_shape(m: Any, x):
         assert f"{x.shape[1]}" == "3"
         return x + 1
 
-    def maximum(m, x):
+    def maximum(m: Any, x):
         result = x.max(dim=1)
         return result.values + result[0], result.indices
 
-    def vmap_over_constants(m, x):
+    def vmap_over_constants(m: Any, x):
         mask = torch.vmap(lambda i: torch.arange(6) >= i)(torch.arange(3))
         return x.masked_fill(mask, 0.0)
 
-    def out_argument(m, x):
+    def out_argument(m: Any, x):
         y = x * 1
         torch.add(x, 1, out=y)
         return y
 
-    def in_place_relu_and_reuse(m, x):
+    def in_place_relu_and_reuse(m: Any, x):
         y = m.linear(x)
         z = m.relu(y)
         return y + z
 
-    def in_place_operators(m, x):
+    def in_place_operators(m: Any, x):
         y = x * 2
         y += x
         y *= m.table
@@ -89,44 +89,44 @@ class Written:
         torch.relu_(y)
         return y
 
-    def in_place_copy_and_fill(m, x):
+    def in_place_copy_and_fill(m: Any, x):
         y, z = x.clone(), x.clone()
         y.copy_(m.table)
         z.zero_()
         return y + z.fill_(3)
 
-    def item_assignment(m, x):
+    def item_assignment(m: Any, x):
         y = x.clone()
         y[:, 0] = 1
         y[:, 1, 2:] = x[:, 0, 2:]
         return y
 
-    def constant_changed_in_place(m, x):
+    def constant_changed_in_place(m: Any, x):
         total = torch.zeros(6)
         total.add_(x.sum((0, 1)))
         total[0] = 5
         return total * 2 + x
 
-    def zeros_then_assigned(m, x):
+    def zeros_then_assigned(m: Any, x):
         result = torch.zeros(x.shape[0], 3)
         result[:, 1:] = x[:, 0, :2]
         return result
 
-    def buffer_changed_in_place(m, x):
+    def buffer_changed_in_place(m: Any, x):
         m.count.add_(1)
         return x + m.count
 
-    def python_attribute_changed(m, x):
+    def python_attribute_changed(m: Any, x):
         m.calls = getattr(m, "calls", 0) + 1
         return x * 2
 
-    def identity_shares_memory(m, x):
+    def identity_shares_memory(m: Any, x):
         y = m.linear(x)
         z = nn.Identity()(y)
         z += 1
         return y + z
 
-    def asserts_on_shapes(m, x):
+    def asserts_on_shapes(m: Any, x):
         assert x.shape[0] == x.shape[0]
         assert isinstance(x, torch.Tensor)
         assert isinstance(x.shape[0], int)
@@ -134,11 +134,11 @@ class Written:
         torch._check(x.shape[0] > 0)
         return m.norm(x)
 
-    def boolean_mask_constant(m, x):
+    def boolean_mask_constant(m: Any, x):
         mask = torch.tensor([True, False, True])
         return x[:, mask] + x[:, mask.nonzero()[:, 0]]
 
-    def size_of_the_result(m, x):
+    def size_of_the_result(m: Any, x):
         y = torch.cat([x, x])
         return y.view(2, y.shape[0] // 2, -1), x.shape[0] + 1, y.size()
 

@@ -263,46 +263,46 @@ def Model(self, x):
 class Writing:
     """Bodies that write into views."""
 
-    def augmented(y):
+    def augmented(y: torch.Tensor):
         y[:, 0] += 1.0
         return y
 
-    def augmented_twice(y):
+    def augmented_twice(y: torch.Tensor):
         y[:, 0] += 1.0
         y[:, 1:3] *= 2.0
         y[:, 0] -= y[:, 1]
         return y
 
-    def one_piece(y):
+    def one_piece(y: torch.Tensor):
         a, b = y.chunk(2, 1)
         a.relu_()
         return torch.cat([b, a], 1)
 
-    def every_piece(y):
+    def every_piece(y: torch.Tensor):
         a, b = torch.split(y, 4, 1)
         a.relu_()
         b.sigmoid_()
         return y, a + b
 
-    def the_whole_after_a_piece(y):
+    def the_whole_after_a_piece(y: torch.Tensor):
         a, b = y.chunk(2, 1)
         a.mul_(2)
         y.add_(1)
         b.neg_()
         return a, b, y
 
-    def a_view_of_a_view(y):
+    def a_view_of_a_view(y: torch.Tensor):
         row = y.flatten(2)[:, 1]
         row[:, :3] = 0.5
         row[:, 4] += 1
         return y, row
 
-    def a_piece_of_the_batch(y):
+    def a_piece_of_the_batch(y: torch.Tensor):
         half = y[: y.shape[0] // 2]
         half.zero_()
         return y + 1
 
-    def transposed(y):
+    def transposed(y: torch.Tensor):
         last = y.permute(0, 2, 3, 1)
         last[..., 0] = last[..., 1]
         last[0, 0].T[0].add_(1)
@@ -310,31 +310,31 @@ class Writing:
         y.narrow(1, 4, 2).copy_(y.narrow(1, 6, 2))
         return y, last
 
-    def from_itself(y):
+    def from_itself(y: torch.Tensor):
         y[:, 1:3].copy_(y[:, 3:5])
         y.copy_(y[:, :1])
         return y, y[:, 2]
 
-    def unbound(y):
+    def unbound(y: torch.Tensor):
         first, *others = y.unbind(1)
         first.clamp_(min=0)
         others[0].add_(first)
         return torch.stack([first, *others], 1), y
 
-    def reshaped(y):
+    def reshaped(y: torch.Tensor):
         flat = y.view(y.shape[0], -1)
         flat.mul_(2)
         flat[:, ::2].neg_()
         return y.view_as(y) + flat.view(y.shape)
 
-    def seen_in_another_way(y):
+    def seen_in_another_way(y: torch.Tensor):
         kept = y.detach()
         y.transpose_(1, 2)
         y.add_(1)
         y.squeeze_(0)
         return y, kept
 
-    def by_a_function(y):
+    def by_a_function(y: torch.Tensor):
         F.relu(y[:, :4], inplace=True)
         a, b = y[:, :4], y[:, 4:]
         b += a

@@ -49,7 +49,7 @@ TRANSPOSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 GROUPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     f"{outputs} of {inputs} in {groups} groups": (
-        lambda sizes=(inputs, outputs), groups=groups: nn.Conv2d(*sizes, 3, (1, 2), 1, groups=groups),  # type: ignore[misc]
+        lambda inputs=inputs, outputs=outputs, groups=groups: nn.Conv2d(inputs, outputs, 3, (1, 2), 1, groups=groups),  # type: ignore[misc]
         (inputs, 6, 7),
     )
     for inputs, outputs, groups in ((6, 9, 3), (10, 10, 5), (3, 6, 3), (12, 24, 12), (8, 4, 4), (7, 14, 7))

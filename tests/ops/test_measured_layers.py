@@ -75,9 +75,8 @@ def test_a_layer_is_the_oracles(target: str, bias: bool, per_channel: bool) -> N
     ]
     assert resolve(integer, node.args[1].target).tolist() == output.weight
     assert resolve(integer, node.args[2].target).tolist() == held
-    sums = oracle.convolution(
-        *map(oracle.array, (values[node.args[0].name].tolist(), output.weight, output.bias)), [1, 1], [0, 0], [1, 1], 1
-    )
+    inputs, weight, held = map(oracle.array, (values[node.args[0].name].tolist(), output.weight, output.bias))
+    sums = oracle.convolution(inputs, weight, held, [1, 1], [0, 0], [1, 1], 1)
     assert values[result.name].tolist() == oracle.finished(sums, output, x, to, rules)
 
 

@@ -312,7 +312,9 @@ CASES: dict[str, Case] = {
     ),
     "avg_pool": plain(lambda a, b: F.avg_pool2d(a, 3, 2, 1, True, False), averages),
     "max_pool": plain(
-        lambda a, b: F.max_pool2d(a, 2, 1, 1), lambda k: oracle.taps(k.a, [2, 2], *[[1, 1]] * 4, -(2**20)).max(-1).tolist(), False
+        lambda a, b: F.max_pool2d(a, 2, 1, 1),
+        lambda k: oracle.taps(k.a, [2, 2], [1, 1], [1, 1], [1, 1], [1, 1], -(2**20)).max(-1).tolist(),
+        False,
     ),
     "mean": plain(lambda a, b: a.mean((2, 3)), lambda k: planes(k, k.mean)),
     "sum": plain(lambda a, b: a.sum((2, 3)), lambda k: k.brought(planes(k, sum), k.x.scale)),
