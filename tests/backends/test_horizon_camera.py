@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from fxquant.backends.horizon.export import nv12_of
-from tests.shared.networks import members
+from tests.shared.networks import members, written
 
 MEAN, STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
 
@@ -82,18 +82,13 @@ def test_the_configuration_asks_for_bytes_less_128(camera: str, tmp_path: Path) 
     assert (plain / "model.onnx").read_bytes() == (folder / "model.onnx").read_bytes()
 
 
-class Two(nn.Module):
-    def forward(self, image: Tensor, other: Tensor) -> Tensor:
-        return image + other
-
-
 def gray() -> fx.GraphModule:
     return fxq.quantize(nn.Conv2d(1, 2, 1).eval(), [torch.randn(1, 1, 8, 8)], target="bayes-e").integer
 
 
 def two() -> fx.GraphModule:
     batch = (torch.randn(1, 3, 8, 8), torch.randn(1, 3, 8, 8))
-    return fxq.quantize(Two(), [batch], target="bayes-e").integer
+    return fxq.quantize(written(lambda m, image, other: image + other), [batch], target="bayes-e").integer
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

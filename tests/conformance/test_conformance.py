@@ -299,11 +299,6 @@ def _of_petabytes(content: bytes) -> bytes:
     return archive.getvalue()
 
 
-def _with_a_bad_stream(content: bytes) -> bytes:
-    """The archive with other bytes in the middle of its first compressed entry."""
-    return content[:60] + bytes(20) + content[80:]
-
-
 def _one_array() -> bytes:
     """The content of a .npy file."""
     archive = io.BytesIO()
@@ -315,7 +310,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "encrypted": _encrypted,
     "an unknown method": _of_an_unknown_method,
     "petabytes": _of_petabytes,
-    "a bad stream": _with_a_bad_stream,
+    "a bad stream": lambda content: content[:60] + bytes(20) + content[80:],  # in the middle of its first compressed entry
     "a pickle": lambda content: pickle.dumps({"kit": 1}),
     "empty": lambda content: b"",
     "truncated": lambda content: content[:-1],

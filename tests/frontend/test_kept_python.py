@@ -112,7 +112,6 @@ def test_what_is_kept_is_one_call_and_runs_at_every_stage(kept: fxq.results.Resu
 
 
 def test_gradients_pass_through_and_parameters_of_leaves_train(kept: fxq.results.Result, image: Tensor) -> None:
-
     x = torch.randn(8, 6)
     prepared = fxq.prepare(
         written(lambda m, x: m.rescale(signed(m.layer(x), x[:, :4])), layer=nn.Linear(6, 4), rescale=Rescale()),
@@ -127,7 +126,6 @@ def test_gradients_pass_through_and_parameters_of_leaves_train(kept: fxq.results
 
 
 def test_a_file_names_wrapped_functions_and_imports_nothing(image: Tensor, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-
     x = torch.randn(6, 8)
     result = fxq.quantize(written(lambda m, x: above(ranked(m.layer(x)), 0.0), layer=nn.Linear(8, 4)), [x])
     path = fxq.save(result.integer, tmp_path / "ranked.fxq")
@@ -139,7 +137,6 @@ def test_a_file_names_wrapped_functions_and_imports_nothing(image: Tensor, tmp_p
 
 @pytest.mark.nightly
 def test_segments_have_files_but_for_what_is_python(image: Tensor, tmp_path) -> None:
-
     integer = compiled(
         written(lambda m, x: above(m.head(ranked(m.conv(x).mean((2, 3)))), 0.1), conv=nn.Conv2d(3, 8, 3), head=nn.Linear(8, 4)).eval(),
         [image],

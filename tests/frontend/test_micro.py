@@ -322,7 +322,6 @@ def test_tensors_without_elements_stay_on_the_host() -> None:
 
 
 def test_a_packed_sequence_is_refused_by_name() -> None:
-
     with pytest.raises(fxq.FxQuantError, match="packed sequences cannot be traced") as raised:
         fxq.prepare(
             written(

@@ -194,7 +194,6 @@ def test_bound_methods_partials_and_unregistered_modules():
 
 
 def test_random_numbers_are_drawn_by_the_graph():
-
     x, model = torch.randn(2, 3), written(lambda m, x: x + torch.rand(3) + torch.randn_like(x))
     traced = trace(model, x)
     torch.manual_seed(5)
@@ -205,7 +204,6 @@ def test_random_numbers_are_drawn_by_the_graph():
 
 
 def test_inputs_with_another_first_dimension_are_fixed():
-
     traced = trace(written(lambda m, x, table, scalar: x @ table + scalar), (torch.randn(2, 3), torch.randn(3, 5), torch.tensor(2.0)))
     result = [str(graph.fact(node)) for node in traced.graph.nodes if node.op == "placeholder"]
     assert result == ["f32[B,3]", "f32[3,5]", "f32[]"]

@@ -15,7 +15,7 @@ from fxquant.primitives import accumulate, product
 from fxquant.primitives.quantization import quantize, requantize_fixed
 from tests.shared import contract, oracle
 from tests.shared.contract import graph_values
-from tests.shared.networks import members
+from tests.shared.networks import members, written
 
 RULES = {"bayes-e": oracle.Rules("fixed", measured=True), "bernoulli2": oracle.Rules("fixed", resize_bits=8, measured=True, by_layers=True)}
 SUMS = (accumulate.convolution, accumulate.convolution_wide, accumulate.transposed_convolution, accumulate.transposed_convolution_wide)
@@ -81,14 +81,11 @@ def test_a_layer_is_the_oracles(target: str, bias: bool, per_channel: bool) -> N
 
 
 def test_a_tensor_is_brought_to_another_scale_by_a_layer_on_bernoulli2() -> None:
-    class Join(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-            return torch.cat((x, y), 1), torch.sigmoid(x), torch.sigmoid(y)
-
     torch.manual_seed(2)
+    model = written(lambda m, x, y: (torch.cat((x, y), 1), torch.sigmoid(x), torch.sigmoid(y)))
     batch = torch.randn(4, 3, 40), 0.3 * torch.randn(4, 2, 40)
     kept = fxq.QConfigMapping(default=fxq.QConfig()).set_object_type(torch.cat, fxq.QConfig())
-    _, integer = contract.compiled(Join(), [batch], "bernoulli2", kept)
+    _, integer = contract.compiled(model, [batch], "bernoulli2", kept)
     layers = [node for node in integer.graph.nodes if node.target is product.scale_channels]
     assert layers
     values = graph_values(integer, *batch)
@@ -151,13 +148,9 @@ def test_a_bias_beyond_16_bits_is_rounded_as_the_chip_does(target: str) -> None:
 
 
 def test_the_first_shift_of_a_mean_over_an_image_rounds_half_up_on_bayes() -> None:
-    class Mean(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.mean((2, 3))
-
     torch.manual_seed(5)
     batch = torch.rand(2, 3, 64, 64)
-    _, integer = contract.compiled(Mean(), [batch], "bayes-e")
+    _, integer = contract.compiled(written(lambda m, x: x.mean((2, 3))), [batch], "bayes-e")
     values = graph_values(integer, batch)
     image = next(node for node in integer.graph.nodes if node.target is quantize)
     result = next(node for node in integer.graph.nodes if node.target is requantize_fixed)

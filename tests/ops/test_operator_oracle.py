@@ -240,10 +240,6 @@ def residual(facts: Known) -> Nested:
     return facts.convolution(1, 1, 1, residual=(facts.b, facts.y), clamp=(0.0, None))
 
 
-def by_channel(facts: Known) -> Nested:
-    return scaled_channels(facts, facts.module.layer.weight.tolist(), facts.module.layer.bias.tolist())
-
-
 def times_constant(facts: Known) -> Nested:
     """A factor for each channel is a layer of one weight for each."""
     return scaled_channels(facts, facts.module.constant.flatten().tolist(), [0.0] * 3)
@@ -349,7 +345,7 @@ CASES: dict[str, Case] = {
         lambda: nn.ConvTranspose2d(3, 2, 3, 2, 1, 1),
         lambda k: k.layer(lambda w, b: oracle.transposed(k.a, array(w).swapaxes(0, 1), array(b), [2, 2], [1, 1], [1, 1], [1, 1], 1), out=1),
     ),
-    "batch_norm": layers(batch_norm, by_channel),
+    "batch_norm": layers(batch_norm, lambda k: scaled_channels(k, k.module.layer.weight.tolist(), k.module.layer.bias.tolist())),
     "residual_in_the_accumulator": layers(lambda: scaled_layer(nn.Conv2d(3, 3, 3, padding=1), 0.2), residual, added_after),
     "residual_after_the_layer": layers(lambda: scaled_layer(nn.Conv2d(3, 3, 3, padding=1), 30), residual, added_after),
 }

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -81,225 +81,186 @@ def samples(operator: Operator) -> list[Arguments]:
 
 
 # ---- the criteria of operators ------------------------------------------------------------------------------------------
+class Trial(NamedTuple):
+    """An operator, and arguments that it is tried on."""
+
+    operator: Operator
+    arguments: Arguments
+
+    def activations(self) -> list[int]:
+        """The positions of the operands that are tensors, or lists of tensors."""
+        names = self.operator.parameter_names[: len(self.arguments)]
+        operands = [at for at, name in enumerate(names) if name in self.operator.operands]
+        return [at for at in operands if isinstance(self.arguments[at], Tensor | list)]
+
+    def changed(self, function: Callable[[Tensor], Tensor], *chosen: int) -> Tensor:
+        """The result for operands of which all, or the chosen ones, are changed."""
+        actual, number = list(self.arguments), itertools.count()
+        for position in self.activations():
+            value = actual[position]
+            values = value if isinstance(value, list) else [value]
+            values = [function(each) if not chosen or next(number) in chosen else each for each in values]
+            actual[position] = values if isinstance(value, list) else values[0]
+        return self.call(*actual)
+
+    def call(self, *arguments: Any) -> Tensor:
+        return self.operator.function(*arguments)
+
+    @property
+    def value(self) -> Tensor:
+        return self.call(*self.arguments)
+
+
 def equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.isnan(), other.isnan()) and torch.allclose(one.nan_to_num(), other.nan_to_num(), rtol=1e-5, atol=1e-5)
-
-
-def activations(operator: Operator, arguments: Arguments) -> list[int]:
-    """The positions of the operands that are tensors, or lists of tensors."""
-    return [
-        position
-        for position, name in enumerate(operator.parameter_names[: len(arguments)])
-        if name in operator.operands and isinstance(arguments[position], Tensor | list)
-    ]
-
-
-def changed(operator: Operator, arguments: Arguments, function: Callable[[Tensor], Tensor], *chosen: int) -> Tensor:
-    """The result for operands of which all, or the chosen ones, are changed."""
-    actual, number = list(arguments), itertools.count()
-    for position in activations(operator, arguments):
-        value = actual[position]
-        values = [
-            function(each) if not chosen or next(number) in chosen else each for each in (value if isinstance(value, list) else [value])
-        ]
-        actual[position] = values if isinstance(value, list) else values[0]
-    return operator.function(*actual)
 
 
 def shuffled(value: Tensor, dim: int) -> Tensor:
     return value.index_select(dim, torch.randperm(value.shape[dim], generator=torch.Generator().manual_seed(3)))
 
 
-def elementwise(operator: Operator, arguments: Arguments) -> bool:
-    value = changed(operator, arguments, lambda x: x)
-    return equal(changed(operator, arguments, lambda x: shuffled(x.flatten(), 0).view_as(x)), shuffled(value.flatten(), 0).view_as(value))
+def mixed(value: Tensor) -> Tensor:
+    return shuffled(value.flatten(), 0).view_as(value)
 
 
-def homogeneous(operator: Operator, arguments: Arguments) -> bool:
-    return torch.equal(changed(operator, arguments, lambda x: 2 * x), 2 * changed(operator, arguments, lambda x: x))
+def reduction(trial: Trial) -> bool:
+    value, moved = trial.value, trial.arguments[0]
+    for dim in trial.arguments[1]:
+        moved = shuffled(moved, dim)
+    return value.numel() < moved.numel() and equal(trial.call(moved, *trial.arguments[1:]), value)
 
 
-def affine(operator: Operator, arguments: Arguments) -> bool:
-    def of(x: Tensor) -> Tensor:
-        return operator.function(x, 3.0)
-
-    return equal(of((X + Y) / 2), (of(X) + of(Y)) / 2)
+def statistic(trial: Trial) -> bool:
+    value, twice = trial.value, trial.changed(lambda x: 2 * x)
+    return equal(trial.changed(torch.neg), value) and any(equal(twice, factor * value) for factor in (2, 4))
 
 
-def spatial(operator: Operator, arguments: Arguments) -> bool:
-    return equal(changed(operator, arguments, lambda x: shuffled(x, 1)), shuffled(changed(operator, arguments, lambda x: x), 1))
-
-
-def reduction(operator: Operator, arguments: Arguments) -> bool:
-    def mixed(x: Tensor) -> Tensor:
-        for dim in arguments[1]:
-            x = shuffled(x, dim)
-        return x
-
-    value = changed(operator, arguments, lambda x: x)
-    return value.numel() < arguments[0].numel() and equal(changed(operator, arguments, mixed), value)
-
-
-def summation(operator: Operator, arguments: Arguments) -> bool:
-    rest = arguments[1:]
-    return equal(operator.function(X + Y, *rest), operator.function(X, *rest) + operator.function(Y, *rest))
-
-
-def statistic(operator: Operator, arguments: Arguments) -> bool:
-    value = changed(operator, arguments, lambda x: x)
-    twice = changed(operator, arguments, lambda x: 2 * x)
-    return equal(changed(operator, arguments, torch.neg), value) and any(equal(twice, factor * value) for factor in (2, 4))
-
-
-def ranks_rows(operator: Operator, arguments: Arguments) -> bool:
-    value, dim = changed(operator, arguments, lambda x: x), arguments[operator.parameter_names.index("dim")]
-    order = arguments[0].argsort(dim)
-    kept = KEEP.gather(dim, order) if "keep" in operator.parameter_names else torch.ones_like(KEEP)
+def ranks_rows(trial: Trial) -> bool:
+    value, dim = trial.value, trial.arguments[trial.operator.parameter_names.index("dim")]
+    order = trial.arguments[0].argsort(dim)
+    kept = KEEP.gather(dim, order) if "keep" in trial.operator.parameter_names else torch.ones_like(KEEP)
     rising = value.gather(dim, order).masked_fill(~kept, -torch.inf).cummax(dim).values
     sorted_alike = bool((value.gather(dim, order) >= rising - 1e-6)[kept].all())
-    return sorted_alike and equal(changed(operator, arguments, lambda x: x + 4), value)
+    return sorted_alike and equal(trial.changed(lambda x: x + 4), value)
 
 
-def matrix_product(operator: Operator, arguments: Arguments) -> bool:
-    value = changed(operator, arguments, lambda x: 2 * x, 0) / 2
-    twice = changed(operator, arguments, lambda x: 2 * x, 1) / 2
-    summed = not equal(value, X * Y)
-    return summed and equal(value, twice) and equal(value, changed(operator, arguments, lambda x: x))
+def matrix_product(trial: Trial) -> bool:
+    halves = [trial.changed(lambda x: 2 * x, which) / 2 for which in (0, 1)]
+    return not equal(trial.value, X * Y) and all(equal(half, trial.value) for half in halves)
 
 
-def divides(operator: Operator, arguments: Arguments) -> bool:
-    return not bool(operator.function(X, torch.zeros_like(X)).isfinite().any())
+def chooses(trial: Trial) -> bool:
+    if len(trial.arguments) == 1:
+        return bool(trial.call(torch.full_like(X, torch.nan)).isfinite().all())
+    return bool(trial.call(KEEP, X.masked_fill(~KEEP, torch.nan), Y).isfinite().all())
 
 
-def chooses(operator: Operator, arguments: Arguments) -> bool:
-    if len(arguments) == 1:
-        return bool(operator.function(torch.full_like(X, torch.nan)).isfinite().all())
-    return bool(operator.function(KEEP, X.masked_fill(~KEEP, torch.nan), Y).isfinite().all())
-
-
-def bounded_below(operator: Operator, arguments: Arguments) -> bool:
-    return arguments[1] is None or bool((changed(operator, arguments, lambda x: x) >= arguments[1]).all())
-
-
-def reshapes(operator: Operator, arguments: Arguments) -> bool:
+def reshapes(trial: Trial) -> bool:
     """Elements in the order of their first occurrence."""
-    result = operator.function(torch.arange(arguments[0].numel()).view_as(arguments[0]), *arguments[1:])
+    result = trial.call(torch.arange(trial.arguments[0].numel()).view_as(trial.arguments[0]), *trial.arguments[1:])
     first = list(dict.fromkeys(result.flatten().tolist()))
-    return first == list(range(arguments[0].numel()))
+    return first == list(range(trial.arguments[0].numel()))
 
 
-def rearranges(operator: Operator, arguments: Arguments) -> bool:
-    read = [value for value in arguments if isinstance(value, Tensor | float)]
+def rearranges(trial: Trial) -> bool:
+    read = [value for value in trial.arguments if isinstance(value, Tensor | float)]
     elements = {float(each) for value in read for each in (value.flatten().tolist() if isinstance(value, Tensor) else [value])}
-    return elements.issuperset(changed(operator, arguments, lambda x: x).flatten().tolist())
+    return elements.issuperset(trial.value.flatten().tolist())
 
 
-def extremum(operator: Operator, arguments: Arguments) -> bool:
-    x, y = arguments
-    value = operator.function(x, y)
-    return bool(((value == x) | (value == y)).all()) and torch.equal(value, operator.function(y, x))
+def extremum(trial: Trial) -> bool:
+    x, y = trial.arguments
+    value = trial.call(x, y)
+    return bool(((value == x) | (value == y)).all()) and torch.equal(value, trial.call(y, x))
 
 
-def integers(operator: Operator, arguments: Arguments) -> bool:
-    value = changed(operator, arguments, lambda x: x)
-    return torch.equal(value, value.round())
-
-
-def keeps_integers(operator: Operator, arguments: Arguments) -> bool:
-    value = changed(operator, arguments, lambda x: (3 * x).round())
-    return torch.equal(value, value.round())
-
-
-def adds(operator: Operator, arguments: Arguments) -> bool:
-    value = changed(operator, arguments, lambda x: x)
-    return equal(changed(operator, arguments, lambda x: x + 3, 0), value + 3)
-
-
-def sums(operator: Operator, arguments: Arguments) -> bool:
-    input, rest = arguments[0], arguments[1:]
+def sums(trial: Trial) -> bool:
+    input, rest = trial.arguments[0], trial.arguments[1:]
     added = drawn(*input.shape, seed=4)
-    return equal(operator.function(input + added, *rest), operator.function(input, *rest) + operator.function(added, *rest))
+    return equal(trial.call(input + added, *rest), trial.call(input, *rest) + trial.call(added, *rest))
 
 
-def outputs_first(operator: Operator, arguments: Arguments) -> bool:
-    input, weight = arguments
+def outputs_first(trial: Trial) -> bool:
+    input, weight = trial.arguments
     factors = torch.ones(len(weight)).index_fill(0, torch.tensor([1]), 2.0)
-    assert operator.layer.channels is not None
-    result, channel = operator.function(input, weight), operator.layer.channels({})
-    scaled = operator.function(input, weight * factors.view(-1, *[1] * (weight.dim() - 1)))
+    assert trial.operator.layer.channels is not None
+    result, channel = trial.call(input, weight), trial.operator.layer.channels({})
+    scaled = trial.call(input, weight * factors.view(-1, *[1] * (weight.dim() - 1)))
     return equal(scaled.movedim(channel, -1), result.movedim(channel, -1) * factors)
 
 
-def pads_zeros(operator: Operator, arguments: Arguments) -> bool:
-    (input, weight), around = arguments, [2, 0, 1, 1, 3, 2][: 2 * (arguments[0].dim() - 2)]
+def pads_zeros(trial: Trial) -> bool:
+    (input, weight), around = trial.arguments, [2, 0, 1, 1, 3, 2][: 2 * (trial.arguments[0].dim() - 2)]
     before, after = around[: len(around) // 2], around[len(around) // 2 :]
     padded = F.pad(input, [size for pair in zip(before[::-1], after[::-1], strict=True) for size in pair])
-    return torch.equal(operator.function(input, weight, None, 1, around), operator.function(padded, weight))
+    return torch.equal(trial.call(input, weight, None, 1, around), trial.call(padded, weight))
 
 
-def views(operator: Operator, arguments: Arguments) -> bool:
-    return torch.equal(changed(operator, arguments, lambda x: x > 0), changed(operator, arguments, lambda x: x) > 0)
-
-
-def collects(operator: Operator, arguments: Arguments) -> bool:
+def collects(trial: Trial) -> bool:
     """Numbers besides the tensors are operands, too."""
-    zeros = [0.0 if isinstance(value, float) else value for value in arguments]
-    if changed(operator, tuple(zeros), torch.zeros_like).any():
+    zeros = [0.0 if isinstance(value, float) else value for value in trial.arguments]
+    if Trial(trial.operator, tuple(zeros)).changed(torch.zeros_like).any():
         return False
-    count = sum(len(value) if isinstance(value := arguments[at], list) else 1 for at in activations(operator, arguments))
+    count = sum(len(value) if isinstance(value := trial.arguments[at], list) else 1 for at in trial.activations())
     if count == 1:
-        return bool(changed(operator, arguments, torch.zeros_like).any())
+        return bool(trial.changed(torch.zeros_like).any())
 
     def alone(index: int) -> Tensor:
         numbers = itertools.count()
-        return changed(operator, tuple(zeros), lambda x: torch.full_like(x, float(next(numbers) == index)))
+        return Trial(trial.operator, tuple(zeros)).changed(lambda x: torch.full_like(x, float(next(numbers) == index)))
 
     return all(bool(alone(index).any()) for index in range(count))
 
 
-def pointwise(operator: Operator, arguments: Arguments) -> bool:
-    def of(function: Callable[[Tensor], Tensor]) -> Tensor:
-        result: Tensor = operator.function(*(function(value) if isinstance(value, Tensor) else value for value in arguments))
-        return result.float()
-
-    def mixed(x: Tensor) -> Tensor:
-        return shuffled(x.flatten(), 0).view_as(x)
-
-    return all(value.shape == X.shape for value in arguments if isinstance(value, Tensor)) and equal(of(mixed), mixed(of(lambda x: x)))
+def pointwise(trial: Trial) -> bool:
+    of_one_shape = all(value.shape == X.shape for value in trial.arguments if isinstance(value, Tensor))
+    value = trial.call(*(mixed(each) if isinstance(each, Tensor) else each for each in trial.arguments))
+    return of_one_shape and equal(value.float(), mixed(trial.value.float()))
 
 
-def compares_with_zero(operator: Operator, arguments: Arguments) -> bool:
-    tensors = [(value, value != 0) if isinstance(value, Tensor) else (value, value) for value in arguments]
-    return torch.equal(*(operator.function(*values) for values in zip(*tensors, strict=True)))
+def compares_with_zero(trial: Trial) -> bool:
+    tensors = [(value, value != 0) if isinstance(value, Tensor) else (value, value) for value in trial.arguments]
+    return torch.equal(*(trial.call(*values) for values in zip(*tensors, strict=True)))
 
 
-def of_truth_values(joined: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Operator, Arguments], bool]:
-    return lambda operator, arguments: torch.equal(operator.function((X > 0).float(), (Y > 0).float()) != 0, joined(X > 0, Y > 0))
-
-
-def leaves_integers(operator: Operator, arguments: Arguments) -> bool:
-    return torch.equal(changed(operator, arguments, lambda x: (3 * x).round()), (3 * X).round())
-
-
-CRITERIA: dict[Trait, Callable[[Operator, Arguments], bool]] = {
-    Trait.ELEMENTWISE: elementwise, Trait.HOMOGENEOUS: homogeneous, Trait.AFFINE: affine, Trait.SPATIAL: spatial,
-    Trait.REDUCTION: reduction, Trait.SUMMATION: summation, Trait.STATISTIC: statistic, Trait.SOFTMAX: ranks_rows,
-    Trait.MATRIX_PRODUCT: matrix_product, Trait.DIVIDES: divides, Trait.CHOOSES: chooses, Trait.BOUNDED_BELOW: bounded_below,
-    Trait.RESHAPES: reshapes, Trait.REARRANGES: rearranges, Trait.EXTREMUM: extremum, Trait.INTEGERS: integers,
-    Trait.KEEPS_INTEGERS: keeps_integers, Trait.ADDS: adds, Trait.SUMS: sums,
-    Trait.DYNAMIC: lambda operator, arguments: not operator.operands and sums(operator, arguments), Trait.VIEWS: views,
-    Trait.COLLECTS: collects, Trait.POINTWISE: pointwise, Trait.COMPARES_WITH_ZERO: compares_with_zero,
-    Trait.CONJUNCTION: of_truth_values(torch.logical_and), Trait.DISJUNCTION: of_truth_values(torch.logical_or),
-    Trait.LEAVES_INTEGERS: leaves_integers,
-    Trait.SINGULAR_AT_ZERO: lambda operator, arguments: bool(changed(operator, arguments, torch.zeros_like).isinf().all()),
-    Trait.OUTPUTS_FIRST: outputs_first, Trait.PADS_ZEROS: pads_zeros,
-}  # fmt: skip
+CRITERIA: dict[Trait, Callable[[Trial], bool]] = {
+    Trait.ELEMENTWISE: lambda trial: equal(trial.changed(mixed), mixed(trial.value)),
+    Trait.HOMOGENEOUS: lambda trial: torch.equal(trial.changed(lambda x: 2 * x), 2 * trial.value),
+    Trait.AFFINE: lambda trial: equal(trial.call((X + Y) / 2, 3.0), (trial.call(X, 3.0) + trial.call(Y, 3.0)) / 2),
+    Trait.SPATIAL: lambda trial: equal(trial.changed(lambda x: shuffled(x, 1)), shuffled(trial.value, 1)),
+    Trait.REDUCTION: reduction,
+    Trait.SUMMATION: sums,
+    Trait.STATISTIC: statistic,
+    Trait.SOFTMAX: ranks_rows,
+    Trait.MATRIX_PRODUCT: matrix_product,
+    Trait.DIVIDES: lambda trial: not trial.call(X, torch.zeros_like(X)).isfinite().any(),
+    Trait.CHOOSES: chooses,
+    Trait.BOUNDED_BELOW: lambda trial: trial.arguments[1] is None or bool((trial.value >= trial.arguments[1]).all()),
+    Trait.RESHAPES: reshapes,
+    Trait.REARRANGES: rearranges,
+    Trait.EXTREMUM: extremum,
+    Trait.INTEGERS: lambda trial: torch.equal(trial.value, trial.value.round()),
+    Trait.KEEPS_INTEGERS: lambda trial: torch.equal(value := trial.changed(lambda x: (3 * x).round()), value.round()),
+    Trait.ADDS: lambda trial: equal(trial.changed(lambda x: x + 3, 0), trial.value + 3),
+    Trait.SUMS: sums,
+    Trait.DYNAMIC: lambda trial: not trial.operator.operands and sums(trial),
+    Trait.VIEWS: lambda trial: torch.equal(trial.changed(lambda x: x > 0), trial.value > 0),
+    Trait.COLLECTS: collects,
+    Trait.POINTWISE: pointwise,
+    Trait.COMPARES_WITH_ZERO: compares_with_zero,
+    Trait.CONJUNCTION: lambda trial: torch.equal(trial.call((X > 0).float(), (Y > 0).float()) != 0, (X > 0) & (Y > 0)),
+    Trait.DISJUNCTION: lambda trial: torch.equal(trial.call((X > 0).float(), (Y > 0).float()) != 0, (X > 0) | (Y > 0)),
+    Trait.LEAVES_INTEGERS: lambda trial: torch.equal(trial.changed(lambda x: (3 * x).round()), (3 * X).round()),
+    Trait.SINGULAR_AT_ZERO: lambda trial: bool(trial.changed(torch.zeros_like).isinf().all()),
+    Trait.OUTPUTS_FIRST: outputs_first,
+    Trait.PADS_ZEROS: pads_zeros,
+}
 
 
 def broken(operator: Operator) -> list[Trait]:
     """The traits whose criteria an operator does not meet, or has no sample to be tried on."""
-    result = samples(operator)
-    return [trait for trait in operator.traits if not result or not all(CRITERIA[trait](operator, arguments) for arguments in result)]
+    trials = [Trial(operator, arguments) for arguments in samples(operator)]
+    return [trait for trait in operator.traits if not trials or not all(CRITERIA[trait](trial) for trial in trials)]
 
 
 def test_operators_meet_the_criteria_of_their_traits() -> None:

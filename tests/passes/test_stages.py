@@ -68,10 +68,6 @@ def begin_a_loop(gm: fx.GraphModule) -> None:
         gm.graph.call_function(loops.begin, (3,))
 
 
-def in_group(gm: fx.GraphModule, name: str, group: int) -> None:
-    annotate(node(gm, name), replace(annotation(node(gm, name)), group=group))
-
-
 def as_float(gm: fx.GraphModule, name: str) -> None:
     set_fact(node(gm, name), TensorFact(fact(node(gm, name)).shape, torch.float32))
 
@@ -87,7 +83,7 @@ BREAKS: list[tuple[Stage, str, Break]] = [
     (Stage.ANNOTATED, "forget_an_annotation", lambda gm: node(gm, "pool").meta.pop("annotation")),
     (Stage.BOUNDED, "read_a_float", lambda gm: change(gm, "conv", args=(node(gm, "x"), *node(gm, "conv").args[1:]))),
     (Stage.BOUNDED, "return_an_integer", lambda gm: change(gm, "output", args=(node(gm, "head"),))),
-    (Stage.BOUNDED, "tear_a_group_apart", lambda gm: in_group(gm, "pool", 99)),
+    (Stage.BOUNDED, "tear_a_group_apart", lambda gm: annotate(node(gm, "pool"), replace(annotation(node(gm, "pool")), group=99))),
     (Stage.PREPARED, "call_an_operator_directly", lambda gm: change(gm, "pool", op="call_function", target=BY_NAME["max_pool2d"].function)),
     (Stage.PREPARED, "set_a_negative_scale", lambda gm: gm.quantized.conv.output.base_scale.fill_(-0.5)),
     (Stage.PREPARED, "set_an_infinite_scale", lambda gm: gm.quantized.head.output.base_scale.fill_(float("inf"))),

@@ -142,11 +142,10 @@ def inside(place: int, size: int, padding: str, corners: bool) -> int | None:
 
 # ---- rounding -----------------------------------------------------------------------------------------------------------
 def quantize(x: Any, scale: Any, low: int, high: int, dtype: Any, zero: int = 0) -> Any:
-    return each(lambda number, step: oracle.quantize(float(oracle_float(number)), Fraction(step), low, high) + zero)(x, scale)
+    def of_one(number: float, step: float) -> int:
+        return oracle.quantize(float(oracle.float32(number)) if math.isfinite(number) else number, Fraction(step), low, high) + zero
 
-
-def oracle_float(number: float) -> Any:
-    return number if not math.isfinite(number) else oracle.float32(number)
+    return each(of_one)(x, scale)
 
 
 def truncated(q: int, scale: Fraction, margin: Fraction) -> int:
