@@ -86,10 +86,16 @@ def test_a_bad_batch_is_refused_and_earlier_ones_are_kept(name: str) -> None:
 
 
 # ---- the wrong model at the wrong time ------------------------------------------------------------------------------------
+def branches(_: Any, x: Tensor) -> Tensor:
+    if x.mean() > 0:
+        return x.relu()
+    return -x
+
+
 ERRORS: dict[str, tuple[type[fxq.FxQuantError], Callable[[], object]]] = {
     "model-lazy": (fxq.errors.ConfigurationError, lambda: fxq.prepare(nn.Sequential(nn.LazyConv2d(4, 3)), batch())),
     "argument-target": (fxq.errors.UnknownTarget, lambda: fxq.prepare(small(), batch(), "byes-e")),
-    "control-flow": (fxq.errors.TraceError, lambda: fxq.prepare(written(lambda _, x: x.relu() if x.mean() > 0 else -x), torch.randn(2, 3))),
+    "control-flow": (fxq.errors.TraceError, lambda: fxq.prepare(written(branches), torch.randn(2, 3))),
 }
 
 
