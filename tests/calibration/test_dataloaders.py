@@ -148,10 +148,6 @@ def channels_last() -> list[Any]:
     return [{"x": image.permute(0, 2, 3, 1), "extra": [mask]} for image, mask in pieces(images(), masks())]
 
 
-def whole() -> list[Any]:
-    return [(images(),)]
-
-
 FORMS: dict[str, Form] = {
     **{f"one input, {name}": Form(One, batches) for name, batches in ONE.items()},
     **{f"two inputs, {name}": Form(Two, batches) for name, batches in TWO.items()},
@@ -159,8 +155,8 @@ FORMS: dict[str, Form] = {
     "lists, and labels": Form(Listed, lambda: [([i, i], m) for i, m in pieces(images(), masks())]),
     "lists by name": Form(Listed, lambda: [{"images": [i, i], "label": m} for i, m in pieces(images(), masks())]),
     "lists in tuples": Form(Listed, lambda: [([i, i],) for i in images().split(4)]),
-    "one batch alone": Form(One, images, plain=whole),
-    "one batch alone, by name": Form(One, lambda: {"image": images()}, plain=whole),
+    "one batch alone": Form(One, images, plain=lambda: [(images(),)]),
+    "one batch alone, by name": Form(One, lambda: {"image": images()}, plain=lambda: [(images(),)]),
     "another order by batch_fn": Form(Two, channels_last, lambda batch: (batch["x"].permute(0, 3, 1, 2), batch["extra"][0])),
     "arrays by batch_fn": Form(One, lambda: [batch.numpy() for batch in images().split(4)], torch.from_numpy),
 }

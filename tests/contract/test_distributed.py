@@ -20,7 +20,7 @@ from fxquant.accuracy.measure import FloatOutputs
 from fxquant.accuracy.weights import _Layer as Layer
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
 from tests.shared.contract import same_state
-from tests.shared.networks import descend, to_train
+from tests.shared.networks import descend, mean_square, to_train
 
 pytestmark = pytest.mark.nightly
 
@@ -56,10 +56,6 @@ def prepare(observer: type[Observer] = MovingAverageMinMaxObserver, **options: A
 
 def observations(prepared: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in prepared.state_dict().items() if "quantizer" in name}
-
-
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -136,7 +132,7 @@ def trained(rank: int, prepared: fx.GraphModule) -> Any:
     grads, start = [], {name: value.clone() for name, value in prepared.state_dict().items()}
     for batch in shard(rank)[:2] + shard(rank)[:1]:
         optimizer.zero_grad()
-        loss_of(model, batch).backward()
+        mean_square(model(batch)).backward()
         grads.append(gradients(prepared))
         optimizer.step()
     model.eval()
@@ -158,7 +154,7 @@ def frozen(rank: int) -> Any:
     prepared = to_train(calibrated_alone())
     fxq.freeze(prepared)
     model = DistributedDataParallel(prepared)
-    loss_of(model, shard(rank)[0]).backward()
+    mean_square(model(shard(rank)[0])).backward()
     return gradients(prepared)
 
 
@@ -195,7 +191,7 @@ class Metric:
         self.calls += 1
         if self.calls > self.last:
             raise RuntimeError("this rank is lost")
-        return -float(loss_of(model, shards()[1]))
+        return -float(mean_square(model(shards()[1])))
 
 
 def searches(metric: Metric) -> dict[str, Any]:
@@ -359,7 +355,7 @@ def test_gradients_parameters_scales_and_statistics_are_equal_on_all_ranks(ranks
 def test_the_gradient_is_that_of_all_shards_together(ranks: list[dict[str, Any]]) -> None:
     prepared = to_train(calibrated_alone())
     fxq.freeze(prepared)
-    loss_of(prepared, torch.cat([shard(rank)[0] for rank in range(RANKS)])).backward()
+    mean_square(prepared(torch.cat([shard(rank)[0] for rank in range(RANKS)]))).backward()
     assert same_state(ranks[0]["frozen"], ranks[1]["frozen"])
     for name, value in gradients(prepared).items():
         torch.testing.assert_close(ranks[0]["frozen"][name], value)

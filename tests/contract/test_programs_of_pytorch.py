@@ -175,14 +175,10 @@ def Mixed(self, tokens: Tensor) -> dict[str, Any]:
     return {"best": scores.topk(2, -1), "size": tokens.shape[0], "far": torch.fft.rfft(scores).abs(), "last": scores[-2:].sum(0)}
 
 
-def integer_of(model: nn.Module, batch: Tensor, target: str) -> fx.GraphModule:
-    return compiled(model.eval(), [batch], target).integer
-
-
 @pytest.mark.nightly
 def test_programs_run_without_fxquant_at_every_batch_size(tmp_path: Path) -> None:
     tokens = torch.randint(0, 20, (7, 5))
-    integer = integer_of(Mixed(), tokens[:4], "bayes-e")
+    integer = compiled(Mixed().eval(), [tokens[:4]], "bayes-e").integer
     for kind, write in WRITERS.items():
         assert write(integer, tmp_path / kind) == tmp_path / kind
     wanted = {size: [v for v in pytree.tree_leaves(integer(tokens[:size])) if isinstance(v, Tensor)] for size in (2, 4, 7)}
@@ -197,7 +193,7 @@ def test_programs_run_without_fxquant_at_every_batch_size(tmp_path: Path) -> Non
 def test_they_are_the_integer_models_bits(target: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(32, 5))
     image = torch.randn(5, 3, 6, 6)
-    integer = integer_of(model, image, target)
+    integer = compiled(model.eval(), [image], target).integer
     for write, load in (
         (fxq.export.export_pt2, lambda path: torch.export.load(path).module()),
         (fxq.export.export_torchscript, torch.jit.load),
@@ -209,7 +205,7 @@ def test_they_are_the_integer_models_bits(target: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_a_program_of_other_bits_is_not_written(write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    integer = integer_of(nn.Linear(4, 3), torch.randn(2, 4), "bayes-e")
+    integer = compiled(nn.Linear(4, 3), [torch.randn(2, 4)], "bayes-e").integer
     place = tmp_path / "kept.pt2"
     place.write_text("what was there")
     original = programs.Program.forward

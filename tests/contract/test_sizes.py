@@ -18,7 +18,7 @@ from fxquant.errors import ConfigurationError, ExportError, TraceError
 from fxquant.ops.sampling import resize
 from fxquant.primitives import varying
 from fxquant.primitives.varying import COUNTED
-from tests.shared.contract import assert_train_is_validate
+from tests.shared.contract import assert_train_is_validate, flat
 from tests.shared.networks import Network, members, written
 
 BATCH, HEIGHT, WIDTH, LENGTH = Dim("batch"), Dim("height", max=96), Dim("width", max=80), Dim("length", max=64)
@@ -109,10 +109,6 @@ def drawn(shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape) if len(shape) == 4 else torch.randint(0, 50, shape)
 
 
-def listed(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else list(value)
-
-
 def compiled(case: Case, target: str) -> tuple[Any, Any]:
     batches = [drawn(shape) for shape in case.shapes[:2]]
     prepared = fxq.prepare(case.make().eval(), batches[0], target, options=fxq.Options(dynamic_shapes=case.dynamic_shapes))
@@ -129,9 +125,8 @@ def test_bits_are_equal_at_every_size(name: str, target: str, tmp_path: Path) ->
     fxq.set_state(prepared, fxq.State.VALIDATE)
     for shape in CASES[name].shapes:
         x = drawn(shape)
-        for result, other, of_file in zip(
-            *map(listed, (integer(x), prepared(x), session.run(None, {session.get_inputs()[0].name: x.numpy()}))), strict=True
-        ):
+        outputs = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        for result, other, of_file in zip(flat(integer(x)), flat(prepared(x)), outputs, strict=True):
             assert torch.equal(result, other)
             if name != "normed" or target.endswith("-e"):  # without int16 a norm is in float, and runtimes round it differently
                 assert torch.equal(result, torch.from_numpy(of_file))
@@ -156,7 +151,7 @@ def test_a_model_of_one_size_has_the_bits_of_that_of_many(name: str, tmp_path: P
         with pytest.raises(ConfigurationError, match="has one size"):
             export(integer, tmp_path / "model.c")
     for model in fixed:
-        for result, expected in zip(listed(model(x)), listed(integer(x)), strict=True):
+        for result, expected in zip(flat(model(x)), flat(integer(x)), strict=True):
             assert torch.equal(result, expected)
         with pytest.raises(ConfigurationError, match="is fixed"):
             model(drawn(case.shapes[0]))

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.compat import torch_ao
 from fxquant.errors import TraceError
+from tests.shared.contract import all_equal
 from tests.shared.networks import members, written
 
 
@@ -50,10 +51,6 @@ CASES: dict[str, tuple[type[nn.Module], Any]] = {
 }
 
 
-def bits(value: Any) -> list[torch.Tensor]:
-    return list(value.values()) if isinstance(value, dict) else [value]
-
-
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_program_gives_the_bits_of_its_module(case: str, tmp_path: Path) -> None:
@@ -62,7 +59,7 @@ def test_a_program_gives_the_bits_of_its_module(case: str, tmp_path: Path) -> No
     program = torch.export.export(model, (batches[0],), dynamic_shapes=({0: torch.export.Dim("batch")},))
     results = [fxq.quantize(source, batches, options=fxq.Options(integer_tail=True)) for source in (model, program)]
     mine, theirs = (result.integer for result in results)
-    assert all(torch.equal(a, b) for a, b in zip(bits(mine(batches[0])), bits(theirs(batches[0])), strict=True))
+    assert all_equal(mine(batches[0]), theirs(batches[0]))
     kinds = [{layer.operator for layer in fxq.inspect.layers(result.prepared)} for result in results]
     assert kinds[0] == kinds[1]
     assert all(layer.integer or layer.boundary for layer in fxq.inspect.layers(results[1].prepared))

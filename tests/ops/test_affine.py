@@ -39,10 +39,6 @@ grids = st.tuples(scales, zero_points)
 numbers = st.floats(-1e6, 1e6, width=32)
 
 
-def grid(scale: Fraction, zero_point: int) -> Grid:
-    return Grid(UINT8, float32(scale), zero_point)
-
-
 # ---- grids ----------------------------------------------------------------------------------------------------------
 @EXACT
 @given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=20))
@@ -59,7 +55,7 @@ def test_the_grid_of_an_interval(intervals: list[tuple[float, float]]) -> None:
 def test_quantize_and_dequantize(values: list[float], given_grid: tuple[Fraction, int]) -> None:
     """clip(round(x / s) + z, 0, 255), computed on centred integers."""
     scale, zero_point = given_grid
-    built = grid(scale, zero_point)
+    built = Grid(UINT8, float32(scale), zero_point)
     ties = [float(oracle.float32(Fraction(value) * scale / 2)) for value in range(-300, 300, 7)]
     input = torch.tensor([*values, *ties, math.nan, math.inf, -math.inf])
     expected = [oracle.quantize(x, scale, -zero_point, 255 - zero_point) for x in input.tolist()]

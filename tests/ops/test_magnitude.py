@@ -30,10 +30,6 @@ def items(decades: float, count: int = 8, seed: int = 0, offset: float = 0.0) ->
     return x
 
 
-def of_dtype(dtype: str) -> fxq.QConfig:
-    return fxq.QConfig(fxq.ActivationConfig(dtype))
-
-
 def by_hand(x: Tensor) -> Tensor:
     """Layer norm as it is written by hand, of which only the squares and what is computed from them have 16 bits."""
     centred = x - x.mean(-1, keepdim=True)
@@ -66,7 +62,7 @@ def grid_of(node: fx.Node) -> Grid:
 def test_elements_over_their_extents_are_the_oracles() -> None:
     rules = Rules("real")
     x = items(3, 16)
-    _, integer = compiled(Row(False), [x], "nash-e", of_dtype("int16"))
+    _, integer = compiled(Row(False), [x], "nash-e", fxq.QConfig(fxq.ActivationConfig("int16")))
     values = contract.graph_values(integer, x)
     extent, centred = sorted(roles(integer, "sub"), key=lambda node: values[node.name].shape[-1])
     result = next(node for node in roles(integer, "of_one_magnitude") if values[node.name].shape[-1] == SIZE)
@@ -98,7 +94,7 @@ def test_a_constant_item_becomes_exactly_the_bias(dtype: str) -> None:
     norm = nn.LayerNorm(SIZE, EPS).eval()
     nn.init.zeros_(norm.bias)
     x = items(0, 16, offset=-60.0)
-    _, integer = compiled(norm, [x], "nash-e", of_dtype(dtype))
+    _, integer = compiled(norm, [x], "nash-e", fxq.QConfig(fxq.ActivationConfig(dtype)))
     output = integer(x)
     assert torch.equal(output[:, 0], torch.zeros(16, SIZE))
     assert sqnr(norm(x), output) > (20 if dtype == "int16" else 2)

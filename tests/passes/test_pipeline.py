@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from fxquant.ir.integer import is_inner, qparams
 from fxquant.ir.model import Model
 from fxquant.passes import CONVERT, PIPELINE, PREPARE
 from fxquant.pipeline import Context, Dial, Pass, run
-from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.prepared.operators import quantized_operators
 from fxquant.prepared.stage import Stage
 from fxquant.primitives import shape
 from fxquant.quantization.spec import DEFAULT, QConfigMapping
@@ -77,15 +76,6 @@ def once_compiled(target: str = "bayes-e") -> contract.Compiled:
 @pytest.fixture
 def prepared() -> fx.GraphModule:
     return copy.deepcopy(once_compiled().prepared)
-
-
-@pytest.fixture
-def integer() -> fx.GraphModule:
-    return copy.deepcopy(once_compiled().integer)
-
-
-def operators(prepared: fx.GraphModule) -> Mapping[str, QuantizedOperator]:
-    return quantized_operators(prepared)
 
 
 # ---- the laws of passes -------------------------------------------------------------------------------------------------
@@ -332,8 +322,8 @@ def test_the_dial_by_environment_and_by_keyword(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == ""
 
 
-def test_every_node_knows_the_pass_and_the_line_it_came_from(integer: fx.GraphModule) -> None:
-    for node in integer.graph.nodes:
+def test_every_node_knows_the_pass_and_the_line_it_came_from() -> None:
+    for node in once_compiled().integer.graph.nodes:
         if node.op == "call_function" and node.name not in ("x_quantize",):
             assert node.meta["made_by"] == "integer.lower", node.name
             assert node.meta["source"].startswith("test_pipeline.py:"), node.name
@@ -394,7 +384,7 @@ def test_eval_in_train_validates_and_stops_the_observers(prepared: fx.GraphModul
 def test_states_by_name_and_below(prepared: fx.GraphModule) -> None:
     fxq.set_state(prepared, fxq.State.TRAIN, "conv2")
     fxq.set_state(prepared, fxq.State.FLOAT, ["head", "pool"])
-    assert {name: operator.state.name for name, operator in operators(prepared).items()} == {
+    assert {name: operator.state.name for name, operator in quantized_operators(prepared).items()} == {
         "x_quantize": "VALIDATE", "conv1": "VALIDATE", "conv2": "TRAIN", "pool": "FLOAT", "flatten": "VALIDATE", "head": "FLOAT"
     }  # fmt: skip
     assert prepared(batch()).shape == (4, 3)
@@ -564,7 +554,7 @@ def test_two_constants_of_one_role_are_a_defect_of_the_operator(monkeypatch: pyt
         return input.with_value(value)
 
     prepared, _ = compiled(nn.Sequential(nn.Linear(4, 8), nn.MaxPool1d(2)), [torch.randn(4, 8, 4)])
-    pool = next(operator for operator in operators(prepared).values() if operator.operator.name == "max_pool1d")
+    pool = next(operator for operator in quantized_operators(prepared).values() if operator.operator.name == "max_pool1d")
     monkeypatch.setattr(pool, "operator", dataclasses.replace(pool.operator, lower=lower))
     with pytest.raises(fxq.errors.StageViolation, match="two constants of one operator have the role 'indices'"):
         fxq.convert(prepared)

@@ -139,10 +139,6 @@ def frozen_sigmoid(y: Tensor) -> Tensor:
     return torch.sigmoid(y)
 
 
-def detached(value: Tensor) -> Tensor:
-    return value.detach()
-
-
 def forms(stop: Callable[[Tensor], Tensor]) -> dict[str, Form]:
     """Forms with a stop at some place, which dissolves where nothing else reads the stopped tensor."""
     return {
@@ -181,7 +177,7 @@ def nearest(net: Net, y: Tensor) -> Tensor:
     return F.embedding((pixels @ codes.t()).argmax(-1), codes).permute(0, 3, 1, 2)
 
 
-STOPS = forms(detached)
+STOPS = forms(Tensor.detach)
 FORMS: dict[str, Form] = {
     **STOPS,
     **{name: form for name, form in vars(Written).items() if not name.startswith("__")},
