@@ -388,9 +388,7 @@ def test_what_the_qconfig_keeps_in_float_is_not_held_against_limits() -> None:
 
 def test_prepare_says_in_one_line_that_limits_are_broken(caplog: pytest.LogCaptureFixture) -> None:
     fxq.prepare(Network(), torch.randn(2, 2, 20, 20), "x3")
-    assert [record.getMessage() for record in caplog.records] == [
-        "limits of bernoulli2 that are broken: 2; fxq.check says where, and what to do"
-    ]
+    assert caplog.messages == ["limits of bernoulli2 that are broken: 2; fxq.check says where, and what to do"]
     caplog.clear()
     fxq.prepare(Network(), torch.randn(2, 2, 20, 20), "x86")
     assert caplog.records == []

@@ -34,31 +34,25 @@ class Digits(nn.Module):
         return self.head(self.down(x).flatten(1))
 
 
-class Rows(nn.Module):
+@members(lambda hidden, after: dict(
+    embed=nn.Linear(8, 16), mix=nn.Linear(16, 16), after=after, head=nn.Linear(16, 10),
+    mask=torch.where(torch.arange(8) < 6, 0.0, hidden).reshape(8, 1),
+))  # fmt: skip
+def Rows(self, image: Tensor) -> Tensor:
     """The rows of a digit as tokens, of which a number that is added hides the last two from the maximum over them."""
-
-    def __init__(self, hidden: float, after: nn.Module) -> None:
-        super().__init__()
-        self.embed, self.mix, self.after, self.head = nn.Linear(8, 16), nn.Linear(16, 16), after, nn.Linear(16, 10)
-        self.register_buffer("mask", torch.where(torch.arange(8) < 6, 0.0, hidden).reshape(8, 1))
-
-    def forward(self, image: Tensor) -> Tensor:
-        tokens = torch.tanh(self.embed(image.squeeze(1)))
-        return self.head(self.after(self.mix(tokens) + self.mask).amax(1))
+    tokens = torch.tanh(self.embed(image.squeeze(1)))
+    return self.head(self.after(self.mix(tokens) + self.mask).amax(1))
 
 
-class Attention(nn.Module):
+@members(lambda: dict(
+    embed=nn.Linear(8, 16), qkv=nn.Linear(16, 48), norm=nn.LayerNorm(16), head=nn.Linear(16, 10),
+    mask=torch.zeros(8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), -1e9),
+))  # fmt: skip
+def Attention(self, image: Tensor) -> Tensor:
     """The rows of a digit attend to each other, with a mask in front of the softmax."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.qkv, self.norm, self.head = nn.Linear(8, 16), nn.Linear(16, 48), nn.LayerNorm(16), nn.Linear(16, 10)
-        self.register_buffer("mask", torch.zeros(8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), -1e9))
-
-    def forward(self, image: Tensor) -> Tensor:
-        x = self.embed(image.squeeze(1))
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        return self.head((x + torch.softmax(q @ k.transpose(1, 2) / 4 + self.mask, -1) @ v).mean(1))
+    x = self.embed(image.squeeze(1))
+    q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+    return self.head((x + torch.softmax(q @ k.transpose(1, 2) / 4 + self.mask, -1) @ v).mean(1))
 
 
 @members(
@@ -69,16 +63,12 @@ def Encoder(self, image: Tensor) -> Tensor:
     return self.head(self.layer(self.embed(image.squeeze(1))).mean(1))
 
 
-class Two(nn.Module):
+@members(lambda: dict(
+    image=nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU6()), vector=nn.Linear(5, 8), head=nn.Linear(8, 10),
+))  # fmt: skip
+def Two(self, image: Tensor, vector: Tensor) -> Tensor:
     """Two inputs, of which the second, a vector, is added to all places of the first one's features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU6())
-        self.vector, self.head = nn.Linear(5, 8), nn.Linear(8, 10)
-
-    def forward(self, image: Tensor, vector: Tensor) -> Tensor:
-        return self.head((self.image(image) + self.vector(vector)[:, :, None, None]).mean((2, 3)))
+    return self.head((self.image(image) + self.vector(vector)[:, :, None, None]).mean((2, 3)))
 
 
 @functools.cache
@@ -240,9 +230,8 @@ def test_the_one_of_two_inputs_that_is_not_like_calibrations_is_named(wrong: int
     """Scales after the wrong input come from other inputs: advice names neither their clipping nor more bits."""
     result, pairs = two()
     comparison = result.compare([tuple(value * factor if at == wrong else value for at, value in enumerate(pair)) for pair in pairs])
-    assert (first(comparison).layer, first(comparison).rule) == (("image_quantize", "vector_quantize")[wrong], "input_range"), str(
-        comparison
-    )
+    expected = ("image_quantize", "vector_quantize")[wrong], "input_range"
+    assert (first(comparison).layer, first(comparison).rule) == expected, str(comparison)
     assert len(comparison.advice) == 1
 
 

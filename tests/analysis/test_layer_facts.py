@@ -22,20 +22,17 @@ from tests.shared.networks import members, written
 pytestmark = pytest.mark.quick
 
 
-class Known(nn.Module):
+@members(lambda: dict(
+    plain=nn.Conv2d(3, 8, 3, stride=2, padding=1), grouped=nn.Conv2d(8, 12, (3, 1), groups=4, bias=False), norm=nn.BatchNorm2d(12),
+    up=nn.ConvTranspose2d(12, 6, 2, stride=2, groups=3), head=nn.Linear(6, 5), matrix=nn.Parameter(torch.randn(5, 7)),
+    alone=nn.BatchNorm2d(6),
+))  # fmt: skip
+def Known(self, x: Tensor) -> Any:
     """Every layer that forms sums of products, an addition that is fused, a table, and float operators at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.plain, self.grouped = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.Conv2d(8, 12, (3, 1), groups=4, bias=False)
-        self.norm, self.up, self.head = nn.BatchNorm2d(12), nn.ConvTranspose2d(12, 6, 2, stride=2, groups=3), nn.Linear(6, 5)
-        self.matrix, self.alone = nn.Parameter(torch.randn(5, 7)), nn.BatchNorm2d(6)
-
-    def forward(self, x: Tensor) -> Any:
-        x = F.relu(self.norm(self.grouped(F.silu(self.plain(x)))))
-        x = self.alone(torch.maximum(self.up(x), self.up(x).neg()))
-        rows = self.head(x.flatten(2).transpose(1, 2))
-        return torch.matmul(rows, self.matrix), torch.bmm(rows, rows.transpose(1, 2)), rows.logcumsumexp(2)
+    x = F.relu(self.norm(self.grouped(F.silu(self.plain(x)))))
+    x = self.alone(torch.maximum(self.up(x), self.up(x).neg()))
+    rows = self.head(x.flatten(2).transpose(1, 2))
+    return torch.matmul(rows, self.matrix), torch.bmm(rows, rows.transpose(1, 2)), rows.logcumsumexp(2)
 
 
 def example(batch: int = 2) -> Tensor:
@@ -175,11 +172,8 @@ def test_a_model_that_was_saved_has_the_same_layers(tmp_path: Path) -> None:
 
 
 def test_tensors_inside_of_a_layer() -> None:
-    integer = compiled(
-        written(lambda m, x: torch.cat((m.left(x), 4 * m.right(x)), 1).tanh(), left=nn.Conv2d(3, 4, 1), right=nn.Conv2d(3, 4, 1)),
-        [torch.randn(2, 3, 4, 4)],
-        "nash-e",
-    ).integer
+    model = written(lambda m, x: torch.cat((m.left(x), 4 * m.right(x)), 1).tanh(), left=nn.Conv2d(3, 4, 1), right=nn.Conv2d(3, 4, 1))
+    integer = compiled(model, [torch.randn(2, 3, 4, 4)], "nash-e").integer
     layer = by_name(integer)["cat"]
     assert {inner.grid.scale for inner in layer.intermediates} == {layer.grid.scale}
     assert {inner.name for inner in layer.intermediates} < {node.name for node in integer.graph.nodes}

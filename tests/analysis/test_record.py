@@ -45,11 +45,8 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path, lis
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e"])
 def test_one_name_and_the_same_numbers_in_every_form(target: str, tmp_path: Path) -> None:
     result = batches()
-    prepared, integer = compiled(
-        written(lambda m, x: m.head(F.silu(m.conv(x)).mean((2, 3))), conv=nn.Conv2d(3, 6, 3, padding=1), head=nn.Linear(6, 4)),
-        result,
-        target,
-    )
+    model = written(lambda m, x: m.head(F.silu(m.conv(x)).mean((2, 3))), conv=nn.Conv2d(3, 6, 3, padding=1), head=nn.Linear(6, 4))
+    prepared, integer = compiled(model, result, target)
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="exact")
     for real in (False, True):
         kinds = ["quantized", "outputs"]

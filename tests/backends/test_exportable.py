@@ -95,32 +95,29 @@ def recurrent(kind: type[nn.Module]) -> nn.Module:
     return Network(lambda s, x: s.b(s.r(s.a(x.flatten(2)))[0]), a=nn.Linear(64, 8), r=layer, b=nn.Linear(6, 4))
 
 
-class Flow(nn.Module):
+@members(lambda: dict(
+    features=nn.Conv2d(3, 8, 3, 2, 1), context=nn.Conv2d(3, 8, 3, 2, 1), motion=nn.Conv2d(11, 8, 3, padding=1),
+    head=nn.Conv2d(8, 2, 3, padding=1),
+))  # fmt: skip
+def Flow(self, x: Tensor) -> Tensor:
     """A correlation volume that a loop samples at moving places, as in RAFT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features, self.context = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(3, 8, 3, 2, 1)
-        self.motion, self.head = nn.Conv2d(11, 8, 3, padding=1), nn.Conv2d(8, 2, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        one, two = torch.chunk(self.features(torch.cat([x, x.flip(3)], 0)), 2, 0)
-        batch, channels, height, width = one.shape
-        volume = torch.matmul(one.view(batch, channels, -1).transpose(1, 2), two.view(batch, channels, -1))
-        volume = volume.view(batch, height, width, 1, height, width).reshape(-1, 1, height, width)
-        rows_, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-        start = torch.stack([columns, rows_], 0).float()[None].repeat(batch, 1, 1, 1)
-        steps = torch.linspace(-1, 1, 3)
-        around = torch.stack(torch.meshgrid(steps, steps, indexing="ij"), -1).view(1, 3, 3, 2)
-        place, state = start, torch.tanh(self.context(x))
-        for _ in range(2):
-            centre = place.permute(0, 2, 3, 1).reshape(-1, 1, 1, 2) + around
-            across, down = centre.split([1, 1], dim=-1)
-            grid = torch.cat([2 * across / (width - 1) - 1, 2 * down / (height - 1) - 1], -1)
-            sampled = F.grid_sample(volume, grid, align_corners=True).view(batch, height, width, -1).permute(0, 3, 1, 2)
-            state = F.relu(self.motion(torch.cat([sampled, place - start], 1))) + state
-            place = place + self.head(state)
-        return place - start
+    one, two = torch.chunk(self.features(torch.cat([x, x.flip(3)], 0)), 2, 0)
+    batch, channels, height, width = one.shape
+    volume = torch.matmul(one.view(batch, channels, -1).transpose(1, 2), two.view(batch, channels, -1))
+    volume = volume.view(batch, height, width, 1, height, width).reshape(-1, 1, height, width)
+    rows_, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    start = torch.stack([columns, rows_], 0).float()[None].repeat(batch, 1, 1, 1)
+    steps = torch.linspace(-1, 1, 3)
+    around = torch.stack(torch.meshgrid(steps, steps, indexing="ij"), -1).view(1, 3, 3, 2)
+    place, state = start, torch.tanh(self.context(x))
+    for _ in range(2):
+        centre = place.permute(0, 2, 3, 1).reshape(-1, 1, 1, 2) + around
+        across, down = centre.split([1, 1], dim=-1)
+        grid = torch.cat([2 * across / (width - 1) - 1, 2 * down / (height - 1) - 1], -1)
+        sampled = F.grid_sample(volume, grid, align_corners=True).view(batch, height, width, -1).permute(0, 3, 1, 2)
+        state = F.relu(self.motion(torch.cat([sampled, place - start], 1))) + state
+        place = place + self.head(state)
+    return place - start
 
 
 FLOAT_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
@@ -223,17 +220,13 @@ def test_a_model_of_parts_is_cut_also_where_graphs_inside_of_nodes_read_values()
         split(onnx.parser.parse_model(text.replace("OPERAND", "x")), [(1, 1), (2, 1)])
 
 
-class Between(nn.Module):
+@members(lambda function, width=16: dict(
+    first=nn.Linear(12, 16), function=function, last=nn.Linear(width, 5), norm=nn.LayerNorm(16), table=nn.Parameter(torch.randn(8, 4)),
+    index=torch.randint(0, 8, (36,)),
+))  # fmt: skip
+def Between(self, x: Tensor) -> Tensor:
     """A function between two layers that are integers for bernoulli2; two tokens of the sequence carry most of the sequence's norm."""
-
-    def __init__(self, function: Callable[..., Tensor], width: int = 16) -> None:
-        super().__init__()
-        self.first, self.function, self.last = nn.Linear(12, 16), function, nn.Linear(width, 5)
-        self.norm, self.table = nn.LayerNorm(16), nn.Parameter(torch.randn(8, 4))
-        self.register_buffer("index", torch.randint(0, 8, (36,)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.function(self, self.norm(self.first(x))))
+    return self.last(self.function(self, self.norm(self.first(x))))
 
 
 def attended(model: Any, x: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:

@@ -23,8 +23,7 @@ def Camera(self, image: Tensor) -> Tensor:
 def converted(target: str = "bayes-e", scale: float | None = 1.0, size: tuple[int, int] = (8, 8)) -> fx.GraphModule:
     torch.manual_seed(0)
     images = torch.randint(-128, 128, (4, 3, *size)).float()
-    prepared = fxq.prepare(Camera().eval(), images, target)
-    fxq.calibrate(prepared, [images])
+    prepared = fxq.calibrate(fxq.prepare(Camera().eval(), images, target), [images])
     if scale is not None:
         fxq.set_qparams(prepared, {"image_quantize": scale})
     return fxq.convert(prepared)

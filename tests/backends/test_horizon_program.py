@@ -97,9 +97,8 @@ def test_a_file_has_opset_11_and_a_batch_of_one(integer: fx.GraphModule, tmp_pat
 
 def test_outputs_can_be_integers_with_channels_last(tmp_path: Path) -> None:
     integer = converted(small())
-    folder = fxq.board.export_horizon(
-        integer, tmp_path, output_names=["y"], options=fxq.board.HorizonOptions(outputs="integer", layout="NHWC", jobs=4)
-    )
+    options = fxq.board.HorizonOptions(outputs="integer", layout="NHWC", jobs=4)
+    folder = fxq.board.export_horizon(integer, tmp_path, output_names=["y"], options=options)
     text = (folder / "model.yaml").read_text()
     assert "remove_node_type: 'Dequantize'" in text
     assert "optimize_level: 'O3'\n  debug: True\n  core_num: 1\n  jobs: 4\n" in text
@@ -160,9 +159,8 @@ def test_the_mean_of_an_image_is_several_on_bernoulli2(how: str, size: int, kern
     integer = averaged(how, size)
     nodes = onnx.load(fxq.board.export_horizon(integer, tmp_path) / "model.onnx").graph.node
     means = [node for node in nodes if node.op_type == "Conv" and next(entry.i for entry in node.attribute if entry.name == "group") == 4]
-    assert [next(list(entry.ints) for entry in node.attribute if entry.name == "kernel_shape") for node in means] == [
-        [k, k] for k in kernels
-    ]
+    shapes = [next(list(entry.ints) for entry in node.attribute if entry.name == "kernel_shape") for node in means]
+    assert shapes == [[k, k] for k in kernels]
     assert [b.op_type for a, b in itertools.pairwise(nodes) if a.op_type in ("Reshape", "Flatten")] == ["Identity"]
 
 

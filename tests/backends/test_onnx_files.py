@@ -122,9 +122,8 @@ def plant(path: Path, consumer: Callable[[onnx.NodeProto], bool]) -> None:
     name = next(node.input[1] for node in model.graph.node if consumer(node))
     cast = next((node for node in model.graph.node if name in node.output), None)
     tensor = next(t for t in model.graph.initializer if t.name == (name if cast is None else cast.input[0]))
-    tensor.CopyFrom(
-        numpy_helper.from_array(numpy_helper.to_array(tensor) + np.array(2000, numpy_helper.to_array(tensor).dtype), tensor.name)
-    )
+    values = numpy_helper.to_array(tensor)
+    tensor.CopyFrom(numpy_helper.from_array(values + np.array(2000, values.dtype), tensor.name))
     onnx.save(model, path)
 
 
@@ -365,9 +364,8 @@ def test_metadata_is_true_of_what_a_file_takes_and_returns(style: str, io: str, 
     if (style, io, width) == ("qdq", "integer", "int32"):
         return  # refused, as another test shows
     last = fxq.QConfigMapping().set_module_name("b", fxq.QConfig(fxq.ActivationConfig(width)))
-    integer = integer_of(
-        Network(lambda s, x: (s.b(F.relu(s.a(x))), F.relu(s.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 3)), rows(), "nash-e", last
-    )
+    model = Network(lambda s, x: (s.b(F.relu(s.a(x))), F.relu(s.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 3))
+    integer = integer_of(model, rows(), "nash-e", last)
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style=style, io=io, opset=21, output_names=["scores", "features"])
     said = fxq.export.onnx_metadata(path)
     session = onnxruntime.InferenceSession(str(path))

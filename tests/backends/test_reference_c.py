@@ -20,7 +20,7 @@ from fxquant.ir.graph import TensorFact, set_fact
 from fxquant.primitives import PRIMITIVES
 from tests.shared.c_cases import Case, cases
 from tests.shared.contract import compiled, same_bytes
-from tests.shared.networks import Network
+from tests.shared.networks import Network, members
 
 COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
 STRICT = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", "-ffp-contract=off"]
@@ -103,37 +103,30 @@ def test_every_primitive_has_its_numbers(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 # ---- whole models ---------------------------------------------------------------------------------------------------
-class Convolutions(nn.Module):
+@members(lambda: dict(
+    stem=nn.Conv2d(3, 8, 3, 2, 1, bias=False), depth=nn.Conv2d(8, 8, 3, padding=1, groups=8), norm=nn.BatchNorm2d(8), slope=nn.PReLU(8),
+    up=nn.ConvTranspose2d(8, 4, 2, 2), squeeze=nn.Conv2d(8, 8, 1), head=nn.Linear(12, 5),
+))  # fmt: skip
+def Convolutions(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """The layers of networks of images, with two results, one of int64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.depth = nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.Conv2d(8, 8, 3, padding=1, groups=8)
-        self.norm, self.slope, self.up = nn.BatchNorm2d(8), nn.PReLU(8), nn.ConvTranspose2d(8, 4, 2, 2)
-        self.squeeze, self.head = nn.Conv2d(8, 8, 1), nn.Linear(12, 5)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.slope(self.norm(self.stem(x)))
-        x = nn.functional.relu6(self.depth(x) + x)
-        x = x * nn.functional.silu(self.squeeze(x.mean((2, 3), keepdim=True)))
-        low = nn.functional.interpolate(nn.functional.max_pool2d(x, 3, 2, 1), scale_factor=2, mode="bilinear")
-        wide = torch.cat((self.up(x), nn.functional.avg_pool2d(nn.functional.pad(low, (1, 1, 1, 1)), 3, 1).repeat(1, 1, 2, 2)), 1)
-        scores = self.head(wide.flatten(2).amax(2))
-        return scores.softmax(-1), scores.argmax(-1)
+    x = self.slope(self.norm(self.stem(x)))
+    x = nn.functional.relu6(self.depth(x) + x)
+    x = x * nn.functional.silu(self.squeeze(x.mean((2, 3), keepdim=True)))
+    low = nn.functional.interpolate(nn.functional.max_pool2d(x, 3, 2, 1), scale_factor=2, mode="bilinear")
+    wide = torch.cat((self.up(x), nn.functional.avg_pool2d(nn.functional.pad(low, (1, 1, 1, 1)), 3, 1).repeat(1, 1, 2, 2)), 1)
+    scores = self.head(wide.flatten(2).amax(2))
+    return scores.softmax(-1), scores.argmax(-1)
 
 
-class Sequences(nn.Module):
+@members(lambda: dict(
+    embed=nn.Embedding(20, 8), norm=nn.LayerNorm(8), memory=nn.LSTM(8, 6, batch_first=True),
+    attention=nn.MultiheadAttention(8, 2, batch_first=True), head=nn.Linear(6, 3),
+))  # fmt: skip
+def Sequences(self, tokens: Tensor) -> Tensor:
     """Tokens through attention and a recurrence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm, self.memory = nn.Embedding(20, 8), nn.LayerNorm(8), nn.LSTM(8, 6, batch_first=True)
-        self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(6, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        y = self.norm(x)
-        return self.head(self.memory(x + self.attention(y, y, y)[0])[0][:, -1])
+    x = self.embed(tokens)
+    y = self.norm(x)
+    return self.head(self.memory(x + self.attention(y, y, y)[0])[0][:, -1])
 
 
 def integer_of(model: nn.Module, batch: Tensor, target: str) -> fx.GraphModule:

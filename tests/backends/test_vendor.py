@@ -86,8 +86,7 @@ def test_a_planted_difference_is_located_inside_of_the_program(tmp_path: Path) -
 
 
 def test_the_upper_limit_that_the_compiler_drops_is_dropped(tmp_path: Path) -> None:
-    prepared = fxq.prepare(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU6()).eval(), batches()[0], "bayes-e")
-    fxq.calibrate(prepared, batches())
+    prepared = fxq.calibrate(fxq.prepare(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU6()).eval(), batches()[0], "bayes-e"), batches())
     fxq.set_qparams(prepared, {next(layer.name for layer in fxq.inspect.layers(prepared) if layer.integer and layer.macs): 0.06})
     verified(fxq.convert(prepared), tmp_path, [20 * batch for batch in batches()])
 
@@ -132,9 +131,8 @@ def test_a_refusal_of_the_compiler_is_an_error_of_ours(tmp_path: Path) -> None:
 def test_horizons_names_end_in_a_file_that_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(march, "_march", [])
     horizon.set_march("bayes-e")
-    model = horizon.prepare_qat_fx(
-        nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()), {"": horizon.default_calib_8bit_fake_quant_qconfig}, example_inputs=(batches()[0],)
-    )
+    layers, rules = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()), {"": horizon.default_calib_8bit_fake_quant_qconfig}
+    model = horizon.prepare_qat_fx(layers, rules, example_inputs=(batches()[0],))
     horizon.set_fake_quantize(model, horizon.FakeQuantState.CALIBRATION)
     for batch in batches():
         model(batch)
@@ -215,8 +213,7 @@ def test_a_network_that_was_trained_with_learned_scales_is_compiled(
     images = [torch.randn(4, 3, 32, 32) for _ in range(2)]
     learned = fxq.QConfig(fxq.ActivationConfig(training="learned"), fxq.WeightConfig(training="learned"))
     model, _ = live(lambda: network(10), 3, 32)()  # with statistics of its own activations
-    prepared = fxq.prepare(model, images[0], target, learned)
-    fxq.calibrate(prepared, images)
+    prepared = fxq.calibrate(fxq.prepare(model, images[0], target, learned), images)
     descend(to_train(prepared), images * 2, 1e-3)
     integer = fxq.convert(prepared.eval())
     verified(integer, tmp_path, [images[0][:1]], options=fxq.board.HorizonOptions(optimize_level="O0"))

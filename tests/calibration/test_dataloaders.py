@@ -268,9 +268,7 @@ def test_what_is_dropped_is_said_once(batches: Callable[[], Any], line: str, cap
     with caplog.at_level(logging.INFO, "fxquant"):
         fxq.calibrate(prepared, batches())
         fxq.calibrate(prepared, batches())
-    assert [record.message for record in caplog.records if not record.message.startswith(("calibration took", "calibration chose"))] == [
-        line
-    ]
+    assert [text for text in caplog.messages if not text.startswith(("calibration took", "calibration chose"))] == [line]
 
 
 # ---- what cannot be used --------------------------------------------------------------------------------------------

@@ -61,9 +61,8 @@ def numbers(prepared: fx.GraphModule, name: str = "dw", without: str = "") -> di
     """Return all numbers of a part's operators, without the observations of `without`."""
     by_name = {}
     for node, operator in part(prepared, name).items():
-        by_name.update(
-            {f"{node}.{key}": value for key, value in operator.state_dict().items() if node != without or key[:10] != "quantizer."}
-        )
+        kept = [(key, value) for key, value in operator.state_dict().items() if node != without or key[:10] != "quantizer."]
+        by_name.update({f"{node}.{key}": value for key, value in kept})
     return by_name
 
 

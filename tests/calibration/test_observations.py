@@ -263,9 +263,8 @@ def test_tensors_that_come_to_share_a_scale_are_observed_anew(seen: fxq.observer
     fxq.calibrate(prepared, BATCHES, only_missing=True, show_progress=False)
     assert_same_state(prepared, fresh(target="bernoulli"))
     together = fxq.observers.observations(prepared)
-    assert_same_state(
-        restored(together, OTHERS["smallest and largest"][0], "bernoulli"), fresh(OTHERS["smallest and largest"][0], "bernoulli")
-    )
+    extremes = OTHERS["smallest and largest"][0]
+    assert_same_state(restored(together, extremes, "bernoulli"), fresh(extremes, "bernoulli"))
 
 
 class Own(fxq.observers.Observer):
@@ -301,9 +300,8 @@ def test_settings_that_nothing_was_gathered_with_and_sizes_that_differ_are_told(
     seen: fxq.observers.Observations, caplog: pytest.LogCaptureFixture
 ) -> None:
     restored(seen, fxq.QConfig(ACT(observer=fxq.observers.HistogramObserver(bins=64, sample=512))))
-    assert (
-        "%stem: what HistogramObserver(bins=64, sample=512) collects was not collected, since no observer had these settings" in caplog.text
-    )
+    told = "%stem: what HistogramObserver(bins=64, sample=512) collects was not collected, since no observer had these settings"
+    assert told in caplog.text
     with pytest.raises(fxq.errors.ConfigurationError, match=r"f32.B,2,8,8., and is f32.B,2,16,16. now"):
         fxq.prepare(network(), torch.randn(4, 2, 16, 16), "nash-e", observations=seen)
 

@@ -103,9 +103,8 @@ def test_the_demonstration(outcomes: list[run.Outcome], tmp_path: Path, capsys: 
     assert all(outcome.reports)
     assert [(report.mismatches, report.flips) for report in outcome.reports] == [(0, 0), (0, 0)]
     assert outcome.reports[0].tensors >= 20
-    assert sum(len(report.pairs) for report in outcome.reports) == 7, (
-        "four runtimes and the kernels, the prepared model, and the kernels again"
-    )
+    # Four runtimes and the kernels, the prepared model, and the kernels again.
+    assert sum(len(report.pairs) for report in outcome.reports) == 7
     assert outcome.float_nodes == 0
     assert outcome.target == "bayes-e"
     exact = {value for name, value in outcome.accuracies.items() if name.startswith(("prepared", "integer", "ONNX"))}
@@ -343,8 +342,7 @@ def test_verify_on_data(
 
 def test_verify_a_model_of_a_fixed_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, image = nn.Conv2d(2, 3, 3), torch.randn(2, 2, 6, 6)
-    prepared = fxq.prepare(model, image, options=fxq.Options(dynamic_shapes={}))
-    fxq.calibrate(prepared, image)
+    prepared = fxq.calibrate(fxq.prepare(model, image, options=fxq.Options(dynamic_shapes={})), image)
     paths = fxq.save(prepared, tmp_path / "p.fxq"), fxq.save(fxq.convert(prepared), tmp_path / "i.fxq")
     np.save(tmp_path / "data.npy", torch.randn(6, 2, 6, 6).numpy())
     assert called(capsys, "verify", *paths, "--data", tmp_path / "data.npy")[0] == 0

@@ -14,26 +14,21 @@ from fxquant.compat import horizon
 from fxquant.compat.horizon import served as march
 from fxquant.ops import Trait
 from fxquant.prepared.operators import quantized_operators
-from tests.shared.networks import descend, dtypes, stored, written
+from tests.shared.networks import descend, dtypes, members, stored, written
 
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 STATE = horizon.FakeQuantState
 
 
-class Net(nn.Module):
+@members(lambda: dict(
+    quant=horizon.QuantStub(scale=None), dequant=horizon.DeQuantStub(), sum=horizon.FloatFunctional(), conv=nn.Conv2d(3, 8, 3, padding=1),
+    bn=nn.BatchNorm2d(8), relu=nn.ReLU(), skip=nn.Conv2d(3, 8, 1), head=nn.Conv2d(8, 5, 1),
+), seed=0)  # fmt: skip
+def Net(self, x: Tensor) -> Tensor:
     """A residual block between stubs, with the sum of a last layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.quant, self.dequant, self.sum = horizon.QuantStub(scale=None), horizon.DeQuantStub(), horizon.FloatFunctional()
-        self.conv, self.bn, self.relu, self.skip = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(3, 8, 1)
-        self.head = nn.Conv2d(8, 5, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.quant(x)
-        x = self.relu(self.sum.add(self.bn(self.conv(x)), self.skip(x)))
-        return self.dequant(self.head(x))
+    x = self.quant(x)
+    x = self.relu(self.sum.add(self.bn(self.conv(x)), self.skip(x)))
+    return self.dequant(self.head(x))
 
 
 @pytest.fixture(autouse=True)
@@ -280,9 +275,8 @@ def test_a_checkpoint_of_a_wrapped_model_and_of_another_head_loads(caplog: pytes
     assert any("head.weight (5, 8, 1, 1) in place of (7, 8, 1, 1)" in record.getMessage() for record in caplog.records)
     assert torch.equal(tuned.head.weight, before)
     assert torch.equal(tuned.conv.weight, calib.conv.weight)
-    assert {name: scale for name, scale in fxq.qparams(tuned).items() if name != "head"} == {
-        name: scale for name, scale in fxq.qparams(calib).items() if name != "head"
-    }
+    mine, theirs = ({name: scale for name, scale in fxq.qparams(each).items() if name != "head"} for each in (tuned, calib))
+    assert mine == theirs
     with pytest.raises(RuntimeError, match=r"head\.weight \(5, 8, 1, 1\) in place of \(7, 8, 1, 1\)"):
         tuned.load_state_dict(wrapped)
 
@@ -387,9 +381,8 @@ def test_templates_are_merged_operand_by_operand_in_the_order_of_their_list() ->
     wide = horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(templates=first))
     dtype_of = dtypes(wide)
     assert (dtype_of["conv"], dtype_of["skip"], dtype_of["head"]) == ("int16",) * 3
-    reads = {
-        operator.inputs["input"].dtype.name for operator in quantized_operators(wide).values() if Trait.SUMS in operator.operator.traits
-    }
+    sums = [each for each in quantized_operators(wide).values() if Trait.SUMS in each.operator.traits]
+    reads = {each.inputs["input"].dtype.name for each in sums}
     assert reads == {"int8"}
     assert fxq.verify(calibrated(wide), horizon.convert_fx(wide), BATCHES[:1])
     templates = [

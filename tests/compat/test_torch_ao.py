@@ -17,25 +17,21 @@ import fxquant as fxq
 from fxquant.compat import torch_ao
 from fxquant.compat.torch_ao.reading import read
 from fxquant.prepared.operators import quantized_operators
-from tests.shared.networks import descend, dtypes, stored, written
+from tests.shared.networks import descend, dtypes, members, stored, written
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{words}") for words in ("Please use quant_min", "torch.ao.quantization is deprecated")]
 
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
 
-class Net(nn.Module):
+@members(lambda: dict(
+    conv=nn.Conv2d(3, 8, 3, padding=1), bn=nn.BatchNorm2d(8), relu=nn.ReLU(), up=nn.ConvTranspose2d(8, 8, 2, stride=2), act=nn.PReLU(8),
+    fc=nn.Linear(8, 5),
+), seed=0)  # fmt: skip
+def Net(self, x: Tensor) -> Tensor:
     """A layer with batch norm and ReLU, a transposed convolution, and a sigmoid, which PyTorch gives a scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.bn, self.relu = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()
-        self.up, self.act, self.fc = nn.ConvTranspose2d(8, 8, 2, stride=2), nn.PReLU(8), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.act(self.up(self.relu(self.bn(self.conv(x)))))
-        return torch.sigmoid(4 * self.fc(x.mean((2, 3))))
+    x = self.act(self.up(self.relu(self.bn(self.conv(x)))))
+    return torch.sigmoid(4 * self.fc(x.mean((2, 3))))
 
 
 def small() -> nn.Module:
@@ -43,20 +39,15 @@ def small() -> nn.Module:
     return nn.Conv2d(3, 2, 1).eval()
 
 
-class Eager(nn.Module):
+@members(lambda: dict(
+    quant=ao.QuantStub(), dequant=ao.DeQuantStub(), sum=torch.ao.nn.quantized.FloatFunctional(), conv=nn.Conv2d(3, 8, 3, padding=1),
+    bn=nn.BatchNorm2d(8), relu=nn.ReLU(), skip=nn.Conv2d(3, 8, 1), head=nn.Linear(8, 5),
+), seed=0)  # fmt: skip
+def Eager(self, x: Tensor) -> Tensor:
     """The network above with quantization stubs and a third layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.quant, self.dequant, self.sum = ao.QuantStub(), ao.DeQuantStub(), torch.ao.nn.quantized.FloatFunctional()
-        self.conv, self.bn, self.relu, self.skip = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(3, 8, 1)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.quant(x)
-        x = self.sum.add(self.relu(self.bn(self.conv(x))), self.skip(x))
-        return self.head(self.dequant(x).mean((2, 3)))
+    x = self.quant(x)
+    x = self.sum.add(self.relu(self.bn(self.conv(x))), self.skip(x))
+    return self.head(self.dequant(x).mean((2, 3)))
 
 
 def calibrated(prepared: nn.Module) -> nn.Module:
@@ -185,9 +176,8 @@ def test_a_weight_has_the_scales_that_its_qconfig_asks_for_whatever_the_engine(m
     of_channel = ao.QConfigMapping().set_global(ao.QConfig(ao.HistogramObserver, ao.default_per_channel_weight_observer))
     for mapping, per_channel in ((of_layer, False), (of_channel, True)):
         prepared = torch_ao.prepare_fx(small(), mapping, (BATCHES[0],))
-        assert {each.weight_quantizer.per_channel for each in quantized_operators(prepared).values() if each.weight_quantizer} == {
-            per_channel
-        }
+        quantizers = [each.weight_quantizer for each in quantized_operators(prepared).values() if each.weight_quantizer]
+        assert {each.per_channel for each in quantizers} == {per_channel}
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -279,19 +269,15 @@ def test_a_batch_size_that_forward_needs_is_fixed(caplog: pytest.LogCaptureFixtu
 
 
 # ---- checkpoints, branches of training, shapes ------------------------------------------------------------------------------
-class Pooled(nn.Module):
+@members(lambda: dict(
+    conv=nn.Conv2d(3, 8, 3, padding=1), bn=nn.BatchNorm2d(8), relu=nn.ReLU(), pool=nn.MaxPool2d(2), skip=nn.Conv2d(3, 8, 1),
+    head=nn.Linear(8, 5),
+), seed=0)  # fmt: skip
+def Pooled(self, x: Tensor, other: Tensor) -> Tensor:
     """A fused layer, a pool that keeps its grid, and two inputs, the second of which is read first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.bn, self.relu, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)
-        self.skip, self.head = nn.Conv2d(3, 8, 1), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor, other: Tensor) -> Tensor:
-        y = self.skip(other)
-        x = self.relu(self.bn(self.conv(x))) * y
-        return self.head(self.pool(x).mean((2, 3)))
+    y = self.skip(other)
+    x = self.relu(self.bn(self.conv(x))) * y
+    return self.head(self.pool(x).mean((2, 3)))
 
 
 @pytest.mark.parametrize("backend", ["x86", "qnnpack"])
@@ -345,9 +331,8 @@ def test_a_checkpoint_of_another_graph_gives_no_scale() -> None:
     mine = torch_ao.prepare_qat_fx(nn.Sequential(nn.Conv2d(3, 4, 1)).train(), mapping, (BATCHES[0],))
     before = fxq.qparams(mine)
     told = mine.load_state_dict(theirs.state_dict(), strict=False)
-    assert [key for key in told.unexpected_keys if key.startswith("activation_post_process")] == [
-        f"activation_post_process_{index}.scale" for index in range(3)
-    ]
+    unexpected = [key for key in told.unexpected_keys if key.startswith("activation_post_process")]
+    assert unexpected == [f"activation_post_process_{index}.scale" for index in range(3)]
     assert str(fxq.qparams(mine)) == str(before)
 
 

@@ -48,9 +48,8 @@ def integers(model: fx.GraphModule, inputs: tuple[Tensor, ...]) -> dict[str, Ten
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, str]:
     assert one.keys() == other.keys()
-    return {
-        name: f"{int((one[name] != other[name]).sum())} of {one[name].numel()}" for name in one if not torch.equal(one[name], other[name])
-    }
+    names = [name for name in one if not torch.equal(one[name], other[name])]
+    return {name: f"{int((one[name] != other[name]).sum())} of {one[name].numel()}" for name in names}
 
 
 @cuda

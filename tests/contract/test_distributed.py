@@ -65,9 +65,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 # ---- what the ranks do; each writes down what it has found --------------------------------------------------------------
 def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
-    )
+    rendezvous = f"file://{directory}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     try:
         sensitivity = {
             "calibrated": {name: calibrated(rank, observer) for name, observer in OBSERVERS.items()},

@@ -20,22 +20,19 @@ from fxquant.ir.integer import notes
 from fxquant.ops import OPERATORS
 from tests.shared import contract
 from tests.shared.contract import all_equal, compiled, flat, graph_values
-from tests.shared.networks import Network, held, sqnr
+from tests.shared.networks import Network, held, members, sqnr
 
 SHAPE = (3, 6, 8)
 
 
-class Pair(nn.Module):
+@members(lambda norm: dict(
+    left=nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU()), right=nn.Conv2d(3, 4, 1),
+    up=nn.Upsample(scale_factor=2, mode="bilinear"), norm=norm, head=nn.Linear(4, 5),
+))  # fmt: skip
+def Pair(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Two images in; convolutions, a table, an interpolation, a float operator between integer ones, two results out."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.left, self.right = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU()), nn.Conv2d(3, 4, 1)
-        self.up, self.norm, self.head = nn.Upsample(scale_factor=2, mode="bilinear"), norm, nn.Linear(4, 5)
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        both = self.up(self.left(x) + self.right(y))
-        return self.head(self.norm(both).mean((2, 3))), both
+    both = self.up(self.left(x) + self.right(y))
+    return self.head(self.norm(both).mean((2, 3))), both
 
 
 def images(batch: int = 4, seed: int = 0) -> Tensor:

@@ -13,23 +13,21 @@ import fxquant as fxq
 from fxquant.numerics.grids import Ratio, real_multiplier
 from fxquant.ops.sampling.resize import _nearest, _neighbours
 from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, compiled, same_state
-from tests.shared.networks import Network, copies, descend, to_train
+from tests.shared.networks import Network, copies, descend, members, to_train
 
 BATCH = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.slope, self.alone = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.PReLU(4), nn.BatchNorm2d(4)
-        self.offset, self.least = nn.Parameter(torch.randn(4, 1, 1)), nn.Parameter(torch.randn(4, 1, 1))
-        self.factor, self.matrix, self.head = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.slope(self.norm(self.conv(x)))
-        x = F.max_pool2d(self.alone(x + self.offset) * self.factor, 2)
-        x = torch.maximum(x, self.least).mean((2, 3))
-        return self.head(x @ self.matrix)
+@members(lambda: dict(
+    conv=nn.Conv2d(3, 4, 3, padding=1), norm=nn.BatchNorm2d(4), slope=nn.PReLU(4), alone=nn.BatchNorm2d(4),
+    offset=nn.Parameter(torch.randn(4, 1, 1)), least=nn.Parameter(torch.randn(4, 1, 1)), factor=nn.Parameter(torch.randn(6)),
+    matrix=nn.Parameter(torch.randn(4, 4)), head=nn.Linear(4, 5),
+))  # fmt: skip
+def Layers(self, x: Tensor) -> Tensor:
+    x = self.slope(self.norm(self.conv(x)))
+    x = F.max_pool2d(self.alone(x + self.offset) * self.factor, 2)
+    x = torch.maximum(x, self.least).mean((2, 3))
+    return self.head(x @ self.matrix)
 
 
 @copies

@@ -138,8 +138,7 @@ def test_float_modules_are_computed_by_the_same_kernels_in_every_form(layer: nn.
     attends = isinstance(layer, nn.MultiheadAttention)
     model = Network(lambda m, x: m.layer(x, x, x)[0] if attends else m.layer(x)[0], layer=layer).eval()
     examples = [torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
-    prepared = fxq.prepare(model, examples[0])
-    fxq.calibrate(prepared, examples)
+    prepared = fxq.calibrate(fxq.prepare(model, examples[0]), examples)
     integer = fxq.convert(prepared)
     loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
     with torch.no_grad():

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxquant as fxq
 from fxquant.primitives.record import full_precision
 from tests.shared.contract import all_equal, compiled, flat, same_bytes, train_without_noise
-from tests.shared.networks import Network
+from tests.shared.networks import Network, members
 
 NEW = hasattr(torch._C, "_get_fp32_precision_getter")  # one precision for each backend and operator, since PyTorch 2.9
 WIDE = fxq.QConfig(fxq.ActivationConfig("int16"), fxq.WeightConfig("int8"))
@@ -104,19 +104,15 @@ def coarse(value: Tensor, bits: int) -> Tensor:
     return (value.contiguous().view(torch.int32) & -(2**bits)).view(torch.float32)
 
 
-class Products(nn.Module):
+@members(lambda: dict(
+    a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(8, 8, 3, padding=1, groups=2), up=nn.ConvTranspose2d(8, 6, 2, 2), head=nn.Linear(64, 10),
+))  # fmt: skip
+def Products(self, x: Tensor) -> Any:
     """Every kind of sum of products there is, on int16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=2)
-        self.up, self.head = nn.ConvTranspose2d(8, 6, 2, 2), nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Any:
-        y = F.relu(self.b(self.a(x)))
-        z = F.interpolate(self.up(y), size=[20, 20], mode="bilinear")
-        q = self.head(y.flatten(2))
-        return z, q @ q.transpose(1, 2), F.adaptive_avg_pool2d(z, 1), y.sum(1)
+    y = F.relu(self.b(self.a(x)))
+    z = F.interpolate(self.up(y), size=[20, 20], mode="bilinear")
+    q = self.head(y.flatten(2))
+    return z, q @ q.transpose(1, 2), F.adaptive_avg_pool2d(z, 1), y.sum(1)
 
 
 def batch(seed: int = 1) -> Tensor:

@@ -51,20 +51,17 @@ def Decoder(self, x: Tensor) -> Tensor:
     return self.head(torch.cat([fine, F.interpolate(self.second(fine), size, self.factor, self.mode)], 1))
 
 
-class Attention(nn.Module):
+@members(lambda causal: dict(
+    words=nn.Embedding(50, 16), places=nn.Parameter(torch.randn(1, 64, 16)), causal=causal, project=nn.Linear(16, 48),
+    norm=nn.LayerNorm(16), head=nn.Linear(16, 3),
+))  # fmt: skip
+def Attention(self, ids: Tensor) -> Tensor:
     """Embedded words with positions, attention that may look ahead or not, and a part of the result."""
-
-    def __init__(self, causal: bool) -> None:
-        super().__init__()
-        self.words, self.places, self.causal = nn.Embedding(50, 16), nn.Parameter(torch.randn(1, 64, 16)), causal
-        self.project, self.norm, self.head = nn.Linear(16, 48), nn.LayerNorm(16), nn.Linear(16, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids) + self.places[:, : ids.shape[1]]
-        items, length, _ = x.shape
-        query, key, value = self.project(x).view(items, length, 3, 2, 8).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal).transpose(1, 2).flatten(2)
-        return self.head(self.norm(x + mixed))[:, -1]
+    x = self.words(ids) + self.places[:, : ids.shape[1]]
+    items, length, _ = x.shape
+    query, key, value = self.project(x).view(items, length, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal).transpose(1, 2).flatten(2)
+    return self.head(self.norm(x + mixed))[:, -1]
 
 
 def square(model: Any, x: Tensor) -> Tensor:

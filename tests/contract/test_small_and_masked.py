@@ -24,18 +24,13 @@ LOWEST = torch.finfo(torch.float32).min
 VALUES = (-100.0, -1e4, -1e9, LOWEST, -math.inf)
 
 
-class Attention(nn.Module):
+@members(lambda scores, value: dict(
+    **{name: nn.Linear(WIDTH, WIDTH) for name in "qkvo"}, mask=torch.triu(torch.full((LENGTH, LENGTH), value), 1), scores=scores,
+))  # fmt: skip
+def Attention(self, x: Tensor, *arguments: Tensor) -> Tensor:
     """One head; `scores` of the products and a mask, its own or a given one, that hides what comes later."""
-
-    def __init__(self, scores: Callable[[Tensor, Tensor], Tensor], value: float) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.register_buffer("mask", torch.triu(torch.full((LENGTH, LENGTH), value), 1))
-        self.scores = scores
-
-    def forward(self, x: Tensor, *arguments: Tensor) -> Tensor:
-        scores = self.scores(self.q(x) @ self.k(x).transpose(1, 2), arguments[0] if arguments else self.mask)
-        return self.o(torch.softmax(scores, -1) @ self.v(x))
+    scores = self.scores(self.q(x) @ self.k(x).transpose(1, 2), arguments[0] if arguments else self.mask)
+    return self.o(torch.softmax(scores, -1) @ self.v(x))
 
 
 SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -147,20 +142,16 @@ def test_a_softmax_that_stays_in_float_leaves_its_mask_there() -> None:
         contract.assert_validate_is_integer(result.prepared, result.integer, *data[0])
 
 
-class Heads(nn.Module):
+@members(lambda: dict(
+    **{name: nn.Linear(WIDTH, WIDTH) for name in "qkv"}, distances=nn.Parameter(torch.randn(2, 2 * LENGTH - 1)),
+    index=torch.arange(LENGTH)[:, None] - torch.arange(LENGTH) + LENGTH - 1,
+))  # fmt: skip
+def Heads(self, x: Tensor, padding: Tensor) -> Tensor:
     """Several heads with a bias for every distance, and rows that a mask hides whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.distances = nn.Parameter(torch.randn(2, 2 * LENGTH - 1))
-        self.register_buffer("index", torch.arange(LENGTH)[:, None] - torch.arange(LENGTH) + LENGTH - 1)
-
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        q, k, v = (layer(x).view(x.shape[0], LENGTH, 2, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) + self.distances[:, self.index]
-        scores = scores + (1.0 - padding[:, None, None, :].float()) * LOWEST
-        return (torch.softmax(scores, -1) @ v).transpose(1, 2).flatten(2)
+    q, k, v = (layer(x).view(x.shape[0], LENGTH, 2, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) + self.distances[:, self.index]
+    scores = scores + (1.0 - padding[:, None, None, :].float()) * LOWEST
+    return (torch.softmax(scores, -1) @ v).transpose(1, 2).flatten(2)
 
 
 @pytest.mark.nightly

@@ -87,8 +87,7 @@ def compiled(network: str, target: str) -> Compiled:
         fused.update(_fused(gm))
         return 0
 
-    prepared = fxq.prepare(model, batch, target, options=fxq.Options(passes={"activation.fuse": count}))
-    fxq.calibrate(prepared, [batch])
+    prepared = fxq.calibrate(fxq.prepare(model, batch, target, options=fxq.Options(passes={"activation.fuse": count})), [batch])
     return Compiled(batch, fused, prepared, fxq.convert(prepared))
 
 

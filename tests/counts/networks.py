@@ -14,6 +14,7 @@ from benchmarks.zoo.life import initialise, make_alive
 from benchmarks.zoo.resnet import BasicBlock, ResNet
 from benchmarks.zoo.sequence import ViT
 from fxquant.support import seeded
+from tests.shared.networks import members
 
 
 class Network(NamedTuple):
@@ -23,24 +24,20 @@ class Network(NamedTuple):
     item: tuple[int, ...]
 
 
-class LayerScales(nn.Module):
+@members(lambda channels=16: dict(
+    stem=nn.Conv2d(3, channels, 4, 4),
+    depthwise=nn.ModuleList(nn.Conv2d(channels, channels, 7, padding=3, groups=channels) for _ in range(2)),
+    norm=nn.ModuleList(nn.LayerNorm(channels) for _ in range(2)), up=nn.ModuleList(nn.Linear(channels, 4 * channels) for _ in range(2)),
+    down=nn.ModuleList(nn.Linear(4 * channels, channels) for _ in range(2)),
+    scale=nn.ParameterList(torch.linspace(0.5, 1.5, channels) for _ in range(2)), head=nn.Linear(channels, 10),
+))  # fmt: skip
+def LayerScales(self, x: Tensor) -> Tensor:
     """Two blocks as in ConvNeXt: a depthwise convolution, two linear layers, and a factor for each channel before the addition."""
-
-    def __init__(self, channels: int = 16) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, channels, 4, 4)
-        self.depthwise = nn.ModuleList(nn.Conv2d(channels, channels, 7, padding=3, groups=channels) for _ in range(2))
-        self.norm = nn.ModuleList(nn.LayerNorm(channels) for _ in range(2))
-        self.up = nn.ModuleList(nn.Linear(channels, 4 * channels) for _ in range(2))
-        self.down = nn.ModuleList(nn.Linear(4 * channels, channels) for _ in range(2))
-        self.scale, self.head = nn.ParameterList(torch.linspace(0.5, 1.5, channels) for _ in range(2)), nn.Linear(channels, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for depthwise, norm, up, down, scale in zip(self.depthwise, self.norm, self.up, self.down, self.scale, strict=True):
-            y = down(F.gelu(up(norm(depthwise(x).permute(0, 2, 3, 1))))) * scale
-            x = x + y.permute(0, 3, 1, 2)
-        return self.head(x.mean((2, 3)))
+    x = self.stem(x)
+    for depthwise, norm, up, down, scale in zip(self.depthwise, self.norm, self.up, self.down, self.scale, strict=True):
+        y = down(F.gelu(up(norm(depthwise(x).permute(0, 2, 3, 1))))) * scale
+        x = x + y.permute(0, 3, 1, 2)
+    return self.head(x.mean((2, 3)))
 
 
 class ShortMobileNetV2(MobileNetV2):

@@ -67,17 +67,13 @@ def test_a_traced_model_may_be_prepared(tmp_path):
 
 
 # ---- torch.ao --------------------------------------------------------------------------------------------------------
-class Stubs(nn.Module):
+@members(lambda ao: dict(
+    quant=ao.quantization.QuantStub(), dequant=ao.quantization.DeQuantStub(), net=Net(), add=ao.nn.quantized.FloatFunctional(),
+))  # fmt: skip
+def Stubs(self, x):
     """Written for PyTorch's eager mode."""
-
-    def __init__(self, ao) -> None:
-        super().__init__()
-        self.quant, self.dequant = ao.quantization.QuantStub(), ao.quantization.DeQuantStub()
-        self.net, self.add = Net(), ao.nn.quantized.FloatFunctional()
-
-    def forward(self, x):
-        y = self.net(self.quant(x))
-        return self.dequant(self.add.add(y, y))
+    y = self.net(self.quant(x))
+    return self.dequant(self.add.add(y, y))
 
 
 @pytest.fixture(scope="module")

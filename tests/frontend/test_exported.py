@@ -20,29 +20,24 @@ from tests.shared.contract import all_equal
 from tests.shared.networks import members, written
 
 
-class Vision(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn, self.act = nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
-        self.up, self.pool, self.head = nn.ConvTranspose2d(8, 8, 2, 2, groups=2), nn.MaxPool2d(2), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        y = F.avg_pool2d(self.pool(self.act(self.bn(self.conv(x)))), 2)
-        y = F.interpolate(F.hardswish(self.up(y)), scale_factor=2, mode="bilinear", align_corners=False)
-        y = F.leaky_relu(F.pad(y, (1, 0, 0, 1)), 0.1)[:, ::2].repeat(1, 2, 1, 1)
-        return {"classes": F.softmax(self.head(F.adaptive_avg_pool2d(y, 1).flatten(1)), -1), "map": F.silu(y, inplace=True)}
+@members(lambda: dict(
+    conv=nn.Conv2d(3, 8, 3, 2, 1), bn=nn.BatchNorm2d(8), act=nn.ReLU(inplace=True), up=nn.ConvTranspose2d(8, 8, 2, 2, groups=2),
+    pool=nn.MaxPool2d(2), head=nn.Linear(8, 4),
+))  # fmt: skip
+def Vision(self, x: torch.Tensor) -> Any:
+    y = F.avg_pool2d(self.pool(self.act(self.bn(self.conv(x)))), 2)
+    y = F.interpolate(F.hardswish(self.up(y)), scale_factor=2, mode="bilinear", align_corners=False)
+    y = F.leaky_relu(F.pad(y, (1, 0, 0, 1)), 0.1)[:, ::2].repeat(1, 2, 1, 1)
+    return {"classes": F.softmax(self.head(F.adaptive_avg_pool2d(y, 1).flatten(1)), -1), "map": F.silu(y, inplace=True)}
 
 
-class Text(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm, self.drop = nn.Embedding(20, 8), nn.LayerNorm(8), nn.Dropout(0.1)
-        self.token, self.out = nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 8)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = torch.cat([self.token.expand(ids.shape[0], -1, -1), self.embed(ids)], 1)
-        scores = self.norm(x) @ x.transpose(1, 2) / 8**0.5
-        return self.out(self.drop(F.gelu(scores.softmax(-1) @ x))).view(ids.shape[0], -1, 4).contiguous().mean(1)
+@members(lambda: dict(
+    embed=nn.Embedding(20, 8), norm=nn.LayerNorm(8), drop=nn.Dropout(0.1), token=nn.Parameter(torch.randn(1, 1, 8)), out=nn.Linear(8, 8),
+))  # fmt: skip
+def Text(self, ids: torch.Tensor) -> torch.Tensor:
+    x = torch.cat([self.token.expand(ids.shape[0], -1, -1), self.embed(ids)], 1)
+    scores = self.norm(x) @ x.transpose(1, 2) / 8**0.5
+    return self.out(self.drop(F.gelu(scores.softmax(-1) @ x))).view(ids.shape[0], -1, 4).contiguous().mean(1)
 
 
 CASES: dict[str, tuple[type[nn.Module], Any]] = {

@@ -113,12 +113,8 @@ def test_what_is_kept_is_one_call_and_runs_at_every_stage(kept: fxq.results.Resu
 
 def test_gradients_pass_through_and_parameters_of_leaves_train(kept: fxq.results.Result, image: Tensor) -> None:
     x = torch.randn(8, 6)
-    prepared = fxq.prepare(
-        written(lambda m, x: m.rescale(signed(m.layer(x), x[:, :4])), layer=nn.Linear(6, 4), rescale=Rescale()),
-        x,
-        options=fxq.Options(leaf="rescale"),
-    )
-    fxq.calibrate(prepared, [x])
+    model = written(lambda m, x: m.rescale(signed(m.layer(x), x[:, :4])), layer=nn.Linear(6, 4), rescale=Rescale())
+    prepared = fxq.calibrate(fxq.prepare(model, x, options=fxq.Options(leaf="rescale")), [x])
     fxq.set_state(prepared, "train")
     prepared(x).sum().backward()
     assert prepared.layer.weight.grad.abs().sum() > 0
@@ -137,10 +133,8 @@ def test_a_file_names_wrapped_functions_and_imports_nothing(image: Tensor, tmp_p
 
 @pytest.mark.nightly
 def test_segments_have_files_but_for_what_is_python(image: Tensor, tmp_path) -> None:
-    integer = compiled(
-        written(lambda m, x: above(m.head(ranked(m.conv(x).mean((2, 3)))), 0.1), conv=nn.Conv2d(3, 8, 3), head=nn.Linear(8, 4)).eval(),
-        [image],
-    ).integer
+    model = written(lambda m, x: above(m.head(ranked(m.conv(x).mean((2, 3)))), 0.1), conv=nn.Conv2d(3, 8, 3), head=nn.Linear(8, 4)).eval()
+    integer = compiled(model, [image]).integer
     with pytest.raises(fxq.errors.ExportError, match="outside of forward"):
         fxq.export_onnx(integer, tmp_path / "whole.onnx", style="exact")
     fxq.export.export_segments(integer, tmp_path / "parts")
@@ -228,9 +222,8 @@ def test_what_is_preserved_is_at_every_stage_and_values_in_files(image: Tensor, 
         assert actual.head.key(5) == 5
         caplog.clear()
         loaded = fxq.load(fxq.save(actual, tmp_path / "model.fxq"))
-        assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == [
-            "not in the file, which holds no code: head.decode, head.key; set these on the loaded model"
-        ]
+        (warned,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+        assert warned == "not in the file, which holds no code: head.decode, head.key; set these on the loaded model"
         for one in (actual, loaded):
             assert (one.names, one.head.strides, one.head.levels, one.head.kind) == (["a", "b"], [8, 16], 2, "linear")
             assert torch.equal(one.head.anchors, model.head.anchors)
@@ -342,8 +335,7 @@ def writes_into_a_nest(by_name: dict[str, Any]) -> Tensor:
     by_name["a"][0] = by_name["a"][0] + 1
     by_name["a"].append(by_name["b"]["c"])
     by_name["b"].update(c=by_name["b"]["c"] * 2)
-    total: Tensor = by_name["a"][0] + by_name["a"][-1] + by_name["b"]["c"]
-    return total
+    return by_name["a"][0] + by_name["a"][-1] + by_name["b"]["c"]
 
 
 class Writes(nn.Module):

@@ -303,9 +303,8 @@ def test_what_a_mask_of_padding_hides_changes_no_bit(options: dict[str, bool]) -
 
     hidden = torch.tensor([[False, False, True, True], [False, True, False, True]])
     q, x = batch(1, 2, 3, 8), batch(2, 2, 4, 8)
-    prepared, integer = compiled(
-        written(lambda m, q, x, hidden: m.layer(q, x, x, key_padding_mask=hidden, need_weights=False)[0], layer=layer), [(q, x, hidden)]
-    )
+    model = written(lambda m, q, x, hidden: m.layer(q, x, x, key_padding_mask=hidden, need_weights=False)[0], layer=layer)
+    prepared, integer = compiled(model, [(q, x, hidden)])
     assert "none is left in float" in fxq.explain(prepared)
     other = torch.where(hidden[..., None], -x, x)
     assert torch.equal(integer(q, x, hidden), integer(q, other, hidden))

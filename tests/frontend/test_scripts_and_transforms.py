@@ -20,8 +20,7 @@ from tests.shared.networks import members
 @members(lambda function, width=8: dict(first=nn.Linear(8, 8), function=function, last=nn.Linear(width, 4)))
 def Written(self, x: Tensor) -> Tensor:
     """A function between two layers."""
-    result: Tensor = self.last(self.function(self.first(x)))
-    return result
+    return self.last(self.function(self.first(x)))
 
 
 def rows(seed: int = 0) -> Tensor:
@@ -225,8 +224,7 @@ class Padded(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 1, **options)
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        result: Tensor = self.encoder(x, self.mask, padding)
-        return result
+        return self.encoder(x, self.mask, padding)
 
 
 def sequences(seed: int) -> tuple[Tensor, Tensor]:

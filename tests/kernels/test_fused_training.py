@@ -29,20 +29,17 @@ TOLERANCE = 2e-6  # of the largest gradient: float32 sums of a few thousand term
 IN_C = pytest.mark.skipif(isinstance(native.training_library(), str), reason="a C compiler was not found")
 
 
-class Network(nn.Module):
+@members(lambda: dict(
+    stem=nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU6(), nn.MaxPool2d(3, 2, 1)),
+    deep=nn.Sequential(nn.Conv2d(16, 16, 3, 1, 1, groups=16, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+    flat=nn.Sequential(nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16)),
+    head=nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Dropout(0.25), nn.Linear(24, 5)),
+))  # fmt: skip
+def Network(self, x: Tensor) -> Tensor:
     """Fused operators: batch norms, clamps, residuals, channels of their own; pooling, a sum beside them, a layer of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU6(), nn.MaxPool2d(3, 2, 1))
-        self.deep = nn.Sequential(nn.Conv2d(16, 16, 3, 1, 1, groups=16, bias=False), nn.BatchNorm2d(16), nn.ReLU())
-        self.flat = nn.Sequential(nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16))
-        self.head = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Dropout(0.25), nn.Linear(24, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        x = torch.relu(self.flat(self.deep(x)) + x)
-        return self.head((x + self.deep(x)).mean((2, 3)))
+    x = self.stem(x)
+    x = torch.relu(self.flat(self.deep(x)) + x)
+    return self.head((x + self.deep(x)).mean((2, 3)))
 
 
 def images(seed: int = 0) -> Tensor:

@@ -23,26 +23,24 @@ from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxOb
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.training import fused_elementwise, fused_layers
 from tests.shared.contract import compiled
-from tests.shared.networks import to_train
+from tests.shared.networks import members, to_train
 
 pytestmark = pytest.mark.skipif(isinstance(native.joining_library(), str), reason="a C compiler was not found")
 
 TOLERANCE = 1e-6
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.norm2, self.qkv, self.out = nn.LayerNorm(24), nn.LayerNorm(24), nn.Linear(24, 72), nn.Linear(24, 24)
-        self.up, self.down, self.places = nn.Linear(24, 48), nn.Linear(48, 24), nn.Parameter(0.1 * torch.randn(1, 20, 24))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.transpose(1, 2) + self.places  # no layout that passes take
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4).unbind(0)
-        weights = torch.softmax(q @ k.transpose(-2, -1) * 12**-0.5, -1)
-        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
-        x = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return (x * torch.sigmoid(x.mean(1, keepdim=True)))[:, 1:]
+@members(lambda: dict(
+    norm=nn.LayerNorm(24), norm2=nn.LayerNorm(24), qkv=nn.Linear(24, 72), out=nn.Linear(24, 24), up=nn.Linear(24, 48),
+    down=nn.Linear(48, 24), places=nn.Parameter(0.1 * torch.randn(1, 20, 24)),
+))  # fmt: skip
+def Block(self, x: Tensor) -> Tensor:
+    x = x.transpose(1, 2) + self.places  # no layout that passes take
+    q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4).unbind(0)
+    weights = torch.softmax(q @ k.transpose(-2, -1) * 12**-0.5, -1)
+    x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
+    x = x + self.down(F.gelu(self.up(self.norm2(x))))
+    return (x * torch.sigmoid(x.mean(1, keepdim=True)))[:, 1:]
 
 
 def prepared_on(target: str) -> tuple[fx.GraphModule, Tensor]:

@@ -63,22 +63,19 @@ def test_transposed_convolutions_and_groups_of_any_size(name: str, target: str) 
     assert_kernels(Network(lambda s, x: F.relu(s.layer(x)), layer=make()), target, 3, *sizes, moves=False)
 
 
-class Volumes(nn.Module):
+@members(lambda: dict(
+    stem=nn.Conv3d(3, 8, (3, 3, 5), padding=(1, 1, 2)), strided=nn.Conv3d(8, 12, 3, (2, 1, 3), (1, 2, 0), (1, 2, 1)),
+    depthwise=nn.Conv3d(12, 12, (2, 3, 3), padding=(1, 1, 1), groups=12), groups=nn.Conv3d(12, 6, (3, 1, 1), groups=2),
+    flat=nn.Conv3d(8, 8, (1, 3, 3), padding=(0, 1, 1)), scores=nn.Linear(12, 4),
+))  # fmt: skip
+def Volumes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Convolutions, pools, an addition, a concatenation and a mean of volumes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.strided = nn.Conv3d(3, 8, (3, 3, 5), padding=(1, 1, 2)), nn.Conv3d(8, 12, 3, (2, 1, 3), (1, 2, 0), (1, 2, 1))
-        self.depthwise, self.groups = nn.Conv3d(12, 12, (2, 3, 3), padding=(1, 1, 1), groups=12), nn.Conv3d(12, 6, (3, 1, 1), groups=2)
-        self.flat, self.scores = nn.Conv3d(8, 8, (1, 3, 3), padding=(0, 1, 1)), nn.Linear(12, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = F.relu(self.stem(x))
-        x = F.relu(self.flat(x) + x)
-        y = F.max_pool3d(x, 2, 2, ceil_mode=True)
-        z = F.avg_pool3d(torch.cat([x, x.sigmoid()], 1), (2, 2, 3), (1, 2, 2))
-        w = self.groups(self.depthwise(self.strided(y)))
-        return self.scores(torch.cat([w, w], 1).mean((2, 3, 4))), z, y
+    x = F.relu(self.stem(x))
+    x = F.relu(self.flat(x) + x)
+    y = F.max_pool3d(x, 2, 2, ceil_mode=True)
+    z = F.avg_pool3d(torch.cat([x, x.sigmoid()], 1), (2, 2, 3), (1, 2, 2))
+    w = self.groups(self.depthwise(self.strided(y)))
+    return self.scores(torch.cat([w, w], 1).mean((2, 3, 4))), z, y
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -243,8 +240,7 @@ def test_a_comparison_of_integers_that_may_have_64_bits_is_the_primitives() -> N
     """A chain compares by the sign of a difference, which wraps there."""
     index = torch.tensor([-(2**63), 2**63 - 1, 1, 2]).reshape(4, 1, 1, 1)
     model, x = Compared().eval(), torch.randn(4, 3, 5, 5)
-    prepared = fxq.prepare(model, (x, index), "bayes-e")
-    fxq.calibrate(prepared, [(x, index)])
+    prepared = fxq.calibrate(fxq.prepare(model, (x, index), "bayes-e"), [(x, index)])
     integer, reference = fxq.convert(prepared), fxq.convert(prepared, kernels="reference")
     assert torch.equal(integer(x, index), reference(x, index))
     assert torch.equal(integer(x, index)[:, 0, 0, 0] != 0, torch.tensor([True, False, True, False]))

@@ -15,6 +15,7 @@ import fxquant as fxq
 from fxquant.ops import BY_NAME, FUNCTIONS, OPERATORS
 from tests.shared import contract
 from tests.shared.contract import compiled
+from tests.shared.networks import members
 
 
 def images(*shape: int, seed: int = 0) -> Tensor:
@@ -108,22 +109,18 @@ def test_pillars_and_points_land_in_their_cells() -> None:
 
 
 # ---- as integers ----------------------------------------------------------------------------------------------------
-class Vision(nn.Module):
+@members(lambda: dict(
+    colour=fxq.nn.BgrToYuv444(centred=True), flow=nn.Conv2d(3, 2, 3, padding=1), offset=nn.Conv2d(3, 18, 3, padding=1),
+    mask=nn.Conv2d(3, 9, 3, padding=1), warp=fxq.nn.Warp(), deform=fxq.nn.DeformConv2d(3, 4, 3, padding=1),
+    correlation=fxq.nn.Correlation(1), regions=fxq.nn.MultiScaleRoIAlign(1, [1.0, 0.5], canonical_scale=4, canonical_level=1),
+))  # fmt: skip
+def Vision(self, image: Tensor, boxes: Tensor) -> tuple[Tensor, ...]:
     """Every module that is integer, in one model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.colour = fxq.nn.BgrToYuv444(centred=True)
-        self.flow, self.offset, self.mask = (nn.Conv2d(3, outputs, 3, padding=1) for outputs in (2, 18, 9))
-        self.warp, self.deform, self.correlation = fxq.nn.Warp(), fxq.nn.DeformConv2d(3, 4, 3, padding=1), fxq.nn.Correlation(1)
-        self.regions = fxq.nn.MultiScaleRoIAlign(1, [1.0, 0.5], canonical_scale=4, canonical_level=1)
-
-    def forward(self, image: Tensor, boxes: Tensor) -> tuple[Tensor, ...]:
-        x = self.colour(image) / 64
-        moved = self.warp(x, self.flow(x).permute(0, 2, 3, 1))
-        features = self.deform(x, self.offset(x), self.mask(x).sigmoid())
-        levels = [features, nn.functional.avg_pool2d(features, 2)]
-        return self.correlation(x, moved), features, self.regions(levels, boxes)
+    x = self.colour(image) / 64
+    moved = self.warp(x, self.flow(x).permute(0, 2, 3, 1))
+    features = self.deform(x, self.offset(x), self.mask(x).sigmoid())
+    levels = [features, nn.functional.avg_pool2d(features, 2)]
+    return self.correlation(x, moved), features, self.regions(levels, boxes)
 
 
 @pytest.mark.nightly
@@ -217,17 +214,13 @@ def test_what_is_no_image_is_refused() -> None:
             CAMERA.YuvToRgb(**options)  # type: ignore[arg-type]
 
 
-class Behind(nn.Module):
+@members(lambda: dict(
+    camera=CAMERA.Nv12ToYuv444(centred=True), colour=CAMERA.YuvToRgb(centred=True, mean=(123.7, 116.3, 103.5), std=(58.4, 57.1, 57.4)),
+    network=nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 4, 3)),
+))  # fmt: skip
+def Behind(self, y: Tensor, uv: Tensor) -> Tensor:
     """A network that was written for normalised RGB, after a camera."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.camera = CAMERA.Nv12ToYuv444(centred=True)
-        self.colour = CAMERA.YuvToRgb(centred=True, mean=(123.7, 116.3, 103.5), std=(58.4, 57.1, 57.4))
-        self.network = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 4, 3))
-
-    def forward(self, y: Tensor, uv: Tensor) -> Tensor:
-        return self.network(self.colour(self.camera(y, uv)))
+    return self.network(self.colour(self.camera(y, uv)))
 
 
 @pytest.mark.sweep(1)

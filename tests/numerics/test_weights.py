@@ -19,7 +19,7 @@ from fxquant.numerics.grids import WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, IntTy
 from fxquant.numerics.rounding import AdaptiveRounding, straight_through
 from fxquant.quantization.weights import WeightQuantizer, WeightScale
 from tests.shared import contract, oracle
-from tests.shared.networks import descend, to_train
+from tests.shared.networks import descend, members, to_train
 
 
 class Adaptive(fxq.tuning.Rounding):
@@ -105,19 +105,15 @@ def test_a_learned_scale_starts_where_it_is_kept() -> None:
 
 
 # ---- another rounding ---------------------------------------------------------------------------------------------------------
-class Net(nn.Module):
+@members(lambda: dict(
+    conv=nn.Conv2d(3, 6, 3), bn=nn.BatchNorm2d(6), up=nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2), norm=nn.BatchNorm2d(4),
+    offset=nn.Parameter(torch.randn(4, 1, 1)), matrix=nn.Parameter(torch.randn(4, 5)), head=nn.Linear(5, 3),
+))  # fmt: skip
+def Net(self, x: Tensor) -> Tensor:
     """Every kind of weight: of a convolution with a batch norm, transposed in groups, a matrix, a linear layer; and a constant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn, self.up = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2)
-        self.norm, self.offset, self.matrix = nn.BatchNorm2d(4), nn.Parameter(torch.randn(4, 1, 1)), nn.Parameter(torch.randn(4, 5))
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.bn(self.conv(x)))
-        x = self.norm(torch.sigmoid(self.up(x))) + self.offset
-        return self.head(x.mean((2, 3)) @ self.matrix)
+    x = torch.relu(self.bn(self.conv(x)))
+    x = self.norm(torch.sigmoid(self.up(x))) + self.offset
+    return self.head(x.mean((2, 3)) @ self.matrix)
 
 
 def batches() -> list[Tensor]:

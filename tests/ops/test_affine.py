@@ -26,7 +26,7 @@ from tests.quantization.test_observers import observed
 from tests.shared import contract, oracle
 from tests.shared.contract import compiled, graph_values
 from tests.shared.drawn import float32
-from tests.shared.networks import descend, to_train, to_validate
+from tests.shared.networks import descend, members, to_train, to_validate
 
 pytestmark = pytest.mark.usefixtures("default_outputs")
 
@@ -81,22 +81,18 @@ def test_requantization_adds_the_zero_point_after_its_rounding(sums: list[int], 
 
 
 # ---- networks -------------------------------------------------------------------------------------------------------
-class Network(nn.Module):
+@members(lambda: dict(
+    stem=nn.Conv2d(3, 8, 3, padding=1), norm=nn.BatchNorm2d(8), left=nn.Conv2d(8, 8, 3, padding=1, groups=2), right=nn.Conv2d(8, 8, 1),
+    slope=nn.PReLU(8), up=nn.ConvTranspose2d(16, 4, 2, stride=2), head=nn.Linear(16 * 9, 5),
+))  # fmt: skip
+def Network(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """Most of the ways operators treat a zero point: sums, a residual, tables, pools, padding, concatenation, moving."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.left, self.right, self.slope = nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.Conv2d(8, 8, 1), nn.PReLU(8)
-        self.up, self.head = nn.ConvTranspose2d(16, 4, 2, stride=2), nn.Linear(16 * 9, 5)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.norm(self.stem(x)).relu()
-        x = self.left(x) + x
-        y = torch.cat((self.slope(self.right(x)), torch.sigmoid(x)), 1)
-        z = nn.functional.pad(nn.functional.max_pool2d(y.clamp(-0.5, 0.75), 2), (1, 1, 1, 1), value=0.25)
-        pooled = nn.functional.avg_pool2d(z - 0.125, 3, 2, 1) * 1.5
-        return self.head(pooled.flatten(1)), nn.functional.interpolate(self.up(y), scale_factor=0.5, mode="bilinear") @ y[:, :4].mT
+    x = self.norm(self.stem(x)).relu()
+    x = self.left(x) + x
+    y = torch.cat((self.slope(self.right(x)), torch.sigmoid(x)), 1)
+    z = nn.functional.pad(nn.functional.max_pool2d(y.clamp(-0.5, 0.75), 2), (1, 1, 1, 1), value=0.25)
+    pooled = nn.functional.avg_pool2d(z - 0.125, 3, 2, 1) * 1.5
+    return self.head(pooled.flatten(1)), nn.functional.interpolate(self.up(y), scale_factor=0.5, mode="bilinear") @ y[:, :4].mT
 
 
 def batch(count: int = 4, seed: int = 0) -> Tensor:
@@ -198,9 +194,8 @@ def test_sums_are_proved_for_the_whole_grid() -> None:
     """127·255 of each weight, where int8 activations have 127·128."""
     layer = nn.Linear(66_400, 1, bias=False)
     nn.init.constant_(layer.weight, 1.0)
-    config = fxq.QConfig(
-        fxq.ActivationConfig("uint8", scale=0.5, zero_point=0), input=fxq.ActivationConfig("uint8", scale=0.5, zero_point=0)
-    )
+    fixed = fxq.ActivationConfig("uint8", scale=0.5, zero_point=0)
+    config = fxq.QConfig(fixed, input=fixed)
     with pytest.raises(fxq.errors.AccumulatorOverflow, match="is exact up to 2147483647"):
         compiled(layer, [torch.ones(1, 66_400)], "x86", config)
 

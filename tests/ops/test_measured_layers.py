@@ -22,18 +22,15 @@ SUMS = (accumulate.convolution, accumulate.convolution_wide, accumulate.transpos
 every_target = pytest.mark.parametrize("target", RULES)
 
 
-class Layers(nn.Module):
+@members(lambda: dict(
+    first=nn.Conv2d(3, 6, 3, padding=1, bias=False), norm=nn.BatchNorm2d(6), second=nn.Conv2d(6, 6, 1),
+    third=nn.Conv2d(6, 4, 1, bias=False),
+))  # fmt: skip
+def Layers(self, x: Tensor) -> Tensor:
     """A convolution that is normalized, a layer with a residual, one without a bias, and a join of two scales."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
-        self.second, self.third = nn.Conv2d(6, 6, 1), nn.Conv2d(6, 4, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.norm(self.first(x)))
-        x = self.second(x) + x
-        return torch.cat((torch.relu(self.third(x)), x), 1)
+    x = torch.relu(self.norm(self.first(x)))
+    x = self.second(x) + x
+    return torch.cat((torch.relu(self.third(x)), x), 1)
 
 
 def weights(**options: Any) -> fxq.QConfig:

@@ -109,9 +109,8 @@ def test_operators_that_read_one_tensor_are_one_table(name: str, target: str, tm
     real, expected = prepared(x), model(y)
     assert torch.equal(real, expected)
     assert torch.equal(*(torch.autograd.grad(value.square().sum(), at)[0] for value, at in ((real, x), (expected, y))))
-    curves = [
-        node for node in fxq.prepare(model, batches[0], until="pointwise.to_table", target=target).graph.nodes if node.target is curve
-    ]
+    graph = fxq.prepare(model, batches[0], until="pointwise.to_table", target=target).graph
+    curves = [node for node in graph.nodes if node.target is curve]
     known_values = same is not None and (target != "bernoulli2" or same in ("silu", "gelu")) and "tanh" not in name
     assert len(curves) == int(known_values or name == "masked" or target in ("nash-e", "x86"))
     if curves:

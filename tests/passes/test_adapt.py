@@ -75,23 +75,19 @@ def test_what_no_remedy_mends_runs_on_the_host(place: int) -> None:
 
 
 # ---- the contract ---------------------------------------------------------------------------------------------------
-class Camera(nn.Module):
+@members(lambda: dict(
+    stem=nn.Conv2d(2, 6, 9, padding=4, bias=False), norm=nn.BatchNorm2d(6), wide=nn.Conv2d(6, 6, 3, padding=3, dilation=3),
+    shift=nn.Parameter(torch.randn(6, 1, 1)), gain=nn.Parameter(torch.rand(1, 6, 1, 1) + 0.5), hidden=nn.Linear(24, 8),
+    head=nn.Linear(8, 3),
+))  # fmt: skip
+def Camera(self, x: Tensor) -> Tensor:
     """For bernoulli2: a large kernel, a dilation of 3, constants, a division, a pooling too large, linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(2, 6, 9, padding=4, bias=False), nn.BatchNorm2d(6)
-        self.wide = nn.Conv2d(6, 6, 3, padding=3, dilation=3)
-        self.shift, self.gain = nn.Parameter(torch.randn(6, 1, 1)), nn.Parameter(torch.rand(1, 6, 1, 1) + 0.5)
-        self.hidden, self.head = nn.Linear(24, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu6(self.norm(self.stem(x)))
-        x = F.relu(self.wide(x) + x)
-        x = (self.shift - x) * self.gain / 3
-        x = F.max_pool2d(x, (1, 64), (1, 2))
-        x = F.avg_pool2d(x, (8, 1)) + F.avg_pool2d(x, (16, 8), 1).mean((2, 3), keepdim=True)
-        return self.head(F.relu(self.hidden(F.max_pool2d(x, (1, 4)).flatten(1))))
+    x = F.relu6(self.norm(self.stem(x)))
+    x = F.relu(self.wide(x) + x)
+    x = (self.shift - x) * self.gain / 3
+    x = F.max_pool2d(x, (1, 64), (1, 2))
+    x = F.avg_pool2d(x, (8, 1)) + F.avg_pool2d(x, (16, 8), 1).mean((2, 3), keepdim=True)
+    return self.head(F.relu(self.hidden(F.max_pool2d(x, (1, 4)).flatten(1))))
 
 
 @members(lambda: dict(conv=nn.Conv2d(2, 4, 3, padding=2, dilation=2), up=nn.ConvTranspose2d(4, 3, 2, stride=2), head=nn.Linear(8, 3)))

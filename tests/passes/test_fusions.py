@@ -22,7 +22,7 @@ from fxquant.pipeline import Context
 from fxquant.quantization.spec import QConfigMapping
 from tests.shared import contract
 from tests.shared.contract import compiled
-from tests.shared.networks import Network
+from tests.shared.networks import Network, members
 
 Shapes = dict[str, tuple[int, ...]]
 IMAGE, KERNEL = (2, 4, 8, 8), (4, 4, 1, 1)
@@ -128,29 +128,25 @@ def test_a_pad_without_gradients_passes_none_on() -> None:
 
 
 # ---- factors of channels after a layer: they are in its weight ------------------------------------------------------
-class Branches(nn.Module):
+@members(lambda: dict(
+    stem=nn.Conv2d(3, 6, 3, padding=1), conv=nn.Conv2d(6, 6, 3, padding=1, groups=2), up=nn.Linear(6, 12),
+    down=nn.Linear(12, 6, bias=False), last=nn.Linear(6, 6), normed=nn.Conv2d(6, 6, 1), norm=nn.BatchNorm2d(6), both=nn.Conv2d(6, 6, 1),
+    of_conv=nn.Parameter(torch.linspace(-0.7, 1.3, 6).reshape(6, 1, 1)), of_linear=nn.Parameter(torch.linspace(0.2, 1.5, 6)),
+    of_columns=nn.Parameter(torch.linspace(0.2, 1.5, 6)),
+))  # fmt: skip
+def Branches(self, x: Tensor) -> Any:
     """A branch of a convolution and one of linear layers, each with a factor for each channel; products with other operands."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.conv = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1, groups=2)
-        self.up, self.down, self.last = nn.Linear(6, 12), nn.Linear(12, 6, bias=False), nn.Linear(6, 6)
-        self.normed, self.norm, self.both = nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.Conv2d(6, 6, 1)
-        self.of_conv = nn.Parameter(torch.linspace(-0.7, 1.3, 6).reshape(6, 1, 1))
-        self.of_linear, self.of_columns = nn.Parameter(torch.linspace(0.2, 1.5, 6)), nn.Parameter(torch.linspace(0.2, 1.5, 6))
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.stem(x)
-        x = x + self.conv(x) * self.of_conv
-        x = x.permute(0, 2, 3, 1)
-        x = x + self.of_linear.abs() * self.down(self.up(x).relu())
-        x = x.permute(0, 3, 1, 2)
-        x = x + self.last(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) * self.of_conv
-        both = self.both(x)
-        return self.norm(self.normed(x)) * self.of_conv, both * self.of_conv + both, self.stem(x[:, :3]) * self.of_columns
+    x = self.stem(x)
+    x = x + self.conv(x) * self.of_conv
+    x = x.permute(0, 2, 3, 1)
+    x = x + self.of_linear.abs() * self.down(self.up(x).relu())
+    x = x.permute(0, 3, 1, 2)
+    x = x + self.last(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) * self.of_conv
+    both = self.both(x)
+    return self.norm(self.normed(x)) * self.of_conv, both * self.of_conv + both, self.stem(x[:, :3]) * self.of_columns
 
 
-def model() -> Branches:
+def model() -> nn.Module:
     torch.manual_seed(0)
     return Branches().eval()
 
@@ -162,9 +158,8 @@ def test_layers_with_factors_hold_the_contract(target: str, dtype: str, tmp_path
     prepared, integer = compiled(output, BATCHES, target, fxq.QConfig(fxq.ActivationConfig(dtype)))
     products = [layer.name for layer in fxq.inspect.layers(prepared) if layer.operator == "mul"]
     assert len(products) == 3, "after a batch norm, of a layer with two users, and of columns"
-    assert {"conv", "down"} <= {layer.name for layer in fxq.inspect.layers(prepared) if len(layer.fused) == 2}, (
-        "the factors and the addition"
-    )
+    # With the factors and the addition.
+    assert {"conv", "down"} <= {layer.name for layer in fxq.inspect.layers(prepared) if len(layer.fused) == 2}
     assert prepared.state_dict().keys() >= output.state_dict().keys()
     contract.assert_contract(prepared, tmp_path / "model.onnx", BATCHES[0], integer=integer)
 

@@ -8,32 +8,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from tests.shared.networks import Network, descend, dtypes, to_train
+from tests.shared.networks import Network, descend, dtypes, members, to_train
 
 IMAGES = (4, 3, 8, 8)
 
 
-class Outputs(nn.Module):
+@members(lambda: dict(
+    **{name: nn.Conv2d(3, 3, 3, padding=1) for name in ("image", "limited", "read", "squashed", "twice", "moved")}, after=nn.Linear(6, 2),
+    boxes=nn.Conv2d(3, 2, 1), scores=nn.Conv2d(3, 1, 1),
+))  # fmt: skip
+def Outputs(self, x: Tensor) -> dict[str, Tensor]:
     """Sums with and without a residual, limited, read by operators as well, squashed, of a layer that is called twice, and moved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.limited, self.read, self.squashed, self.twice, self.moved = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(6))
-        self.after, self.boxes, self.scores = nn.Linear(6, 2), nn.Conv2d(3, 2, 1), nn.Conv2d(3, 1, 1)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        read, squashed = self.read(x), torch.sigmoid(self.squashed(x))
-        return {
-            "image": x + self.image(x),
-            "limited": F.relu6(self.limited(x)),
-            "read": read,
-            "squashed": squashed,
-            "after": self.after(torch.cat([read, squashed], 1).mean((2, 3))),
-            "twice": self.twice(self.twice(x)),
-            "moved": self.moved(x).permute(0, 2, 3, 1).reshape(x.shape[0], -1),
-            "float": torch.fft.fft(self.moved(x)).real,
-            "parts": torch.cat([self.boxes(x), self.scores(x)], 1),
-        }
+    read, squashed = self.read(x), torch.sigmoid(self.squashed(x))
+    return {
+        "image": x + self.image(x),
+        "limited": F.relu6(self.limited(x)),
+        "read": read,
+        "squashed": squashed,
+        "after": self.after(torch.cat([read, squashed], 1).mean((2, 3))),
+        "twice": self.twice(self.twice(x)),
+        "moved": self.moved(x).permute(0, 2, 3, 1).reshape(x.shape[0], -1),
+        "float": torch.fft.fft(self.moved(x)).real,
+        "parts": torch.cat([self.boxes(x), self.scores(x)], 1),
+    }
 
 
 SUMS = {"image", "after", "twice_1", "moved", "moved_1", "boxes", "scores"}
@@ -111,34 +108,31 @@ ITEM = (3, 16, 16)
 OPTIONS = fxq.Options(integer_tail=False)
 
 
-class Heads(nn.Module):
+@members(lambda: dict(
+    stem=nn.Conv2d(3, 8, 3, 2, 1), gate=nn.Conv2d(8, 8, 1), heads=nn.ModuleList(nn.Conv2d(8, 3, 1) for _ in range(2)),
+    classes=nn.Conv2d(8, 5, 1), norm=nn.BatchNorm2d(5), angle=nn.Linear(8, 2), shown=nn.Linear(8, 3),
+))  # fmt: skip
+def Heads(self, x: Tensor) -> dict[str, Tensor]:
     """Scores of two maps after each other, probabilities after a batch norm, a scaled tanh, and functions that stay integer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.gate, self.heads = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 1), nn.ModuleList(nn.Conv2d(8, 3, 1) for _ in range(2))
-        self.classes, self.norm, self.angle, self.shown = nn.Conv2d(8, 5, 1), nn.BatchNorm2d(5), nn.Linear(8, 2), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        x = self.stem(x).relu()
-        x = x * torch.sigmoid(self.gate(x))  # inside the network
-        maps = zip(self.heads, (x, nn.functional.max_pool2d(x, 2)), strict=True)
-        means = x.mean((2, 3))
-        return {
-            "scores": torch.sigmoid(torch.cat([head(each).flatten(2) for head, each in maps], 2)),
-            "classes": self.norm(self.classes(x)).mean((2, 3)).softmax(1),  # a mean comes between
-            "map": self.norm(self.classes(x)).softmax(1).permute(0, 2, 3, 1),
-            "angle": torch.tanh(self.angle(means)) * 3 - 1,
-            "means": torch.sigmoid(means),  # no layer
-            "gelu": nn.functional.gelu(self.shown(means)),  # no limit above
-        }
+    x = self.stem(x).relu()
+    x = x * torch.sigmoid(self.gate(x))  # inside the network
+    maps = zip(self.heads, (x, nn.functional.max_pool2d(x, 2)), strict=True)
+    means = x.mean((2, 3))
+    return {
+        "scores": torch.sigmoid(torch.cat([head(each).flatten(2) for head, each in maps], 2)),
+        "classes": self.norm(self.classes(x)).mean((2, 3)).softmax(1),  # a mean comes between
+        "map": self.norm(self.classes(x)).softmax(1).permute(0, 2, 3, 1),
+        "angle": torch.tanh(self.angle(means)) * 3 - 1,
+        "means": torch.sigmoid(means),  # no layer
+        "gelu": nn.functional.gelu(self.shown(means)),  # no limit above
+    }
 
 
 IN_FLOAT = {"scores": "sigmoid_1", "map": "softmax_1", "angle": "sub"}
 FUNCTIONS = {"sigmoid", "softmax", "tanh", "mul", "sub", "gelu"}
 
 
-def heads() -> Heads:
+def heads() -> nn.Module:
     torch.manual_seed(1)
     built = Heads().eval()
     for layer in (*built.heads, built.classes, built.angle):

@@ -12,7 +12,7 @@ import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
 from tests.shared.contract import compiled
-from tests.shared.networks import Network, to_train
+from tests.shared.networks import Network, members, to_train
 
 Step = Callable[[nn.Module, Tensor], Tensor]
 NOTHING: dict[str, Step] = {
@@ -33,18 +33,15 @@ NOTHING: dict[str, Step] = {
 }  # fmt: skip
 
 
-class Blocks(nn.Module):
+@members(lambda between: dict(
+    layer=nn.Conv2d(3, 4, 3, padding=1), norm=nn.BatchNorm2d(4), second=nn.Conv2d(4, 4, 1), identity=nn.Identity(), dropout=nn.Dropout(0.0),
+    between=between,
+))  # fmt: skip
+def Blocks(self, x: Tensor) -> Tensor:
     """conv-bn-relu and conv-add-relu with something between their parts."""
-
-    def __init__(self, between: Step) -> None:
-        super().__init__()
-        self.layer, self.norm, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
-        self.identity, self.dropout, self.between = nn.Identity(), nn.Dropout(0.0), between
-
-    def forward(self, x: Tensor) -> Tensor:
-        between = self.between
-        y = between(self, F.relu(between(self, self.norm(between(self, self.layer(x))))))
-        return between(self, F.relu(between(self, between(self, self.second(y)) + y)))
+    between = self.between
+    y = between(self, F.relu(between(self, self.norm(between(self, self.layer(x))))))
+    return between(self, F.relu(between(self, between(self, self.second(y)) + y)))
 
 
 def kinds(prepared: fx.GraphModule) -> list[str]:

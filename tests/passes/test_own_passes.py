@@ -45,9 +45,8 @@ def test_a_pass_runs_after_the_one_it_is_named_after_and_the_whole_contract_hold
         seen.append(str(gm.meta["stage"]))
         return 0
 
-    prepared = fxq.prepare(
-        gated().eval(), BATCH, "nash-e", options=fxq.Options(passes={"rules.match": [to_silu, watch], "boundary.insert": watch})
-    )
+    model = gated().eval()
+    prepared = fxq.prepare(model, BATCH, "nash-e", options=fxq.Options(passes={"rules.match": [to_silu, watch], "boundary.insert": watch}))
     assert seen == ["CANONICAL", "BOUNDED"]
     assert operators(prepared) == ["conv2d", "silu"]
     fxq.calibrate(prepared, [BATCH])

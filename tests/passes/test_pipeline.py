@@ -28,30 +28,26 @@ from fxquant.quantization.spec import DEFAULT, QConfigMapping
 from tests.conftest import Golden
 from tests.shared import contract
 from tests.shared.contract import calibrated, compiled
-from tests.shared.networks import to_train, written
+from tests.shared.networks import members, to_train, written
 
 pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
 
 SHAPE = (2, 8, 8)
 
 
-class Tiny(nn.Module):
+@members(lambda: dict(
+    conv1=nn.Conv2d(2, 4, 3, padding=1, bias=False), bn1=nn.BatchNorm2d(4), conv2=nn.Conv2d(4, 4, 3, padding=1, bias=False),
+    bn2=nn.BatchNorm2d(4), relu=nn.ReLU(inplace=True), pool=nn.MaxPool2d(2), head=nn.Linear(64, 3),
+))  # fmt: skip
+def Tiny(self, x: Tensor) -> Tensor:
     """Every pass has something to do: conv-bn-relu, conv-bn-add-relu, pool, flatten, linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
-        self.conv2, self.bn2, self.relu = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
-        self.pool, self.head = nn.MaxPool2d(2), nn.Linear(64, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.bn1(self.conv1(x)))
-        x = F.relu(x + self.bn2(self.conv2(x)))
-        x = self.pool(x).flatten(1)
-        return self.head(x)
+    x = self.relu(self.bn1(self.conv1(x)))
+    x = F.relu(x + self.bn2(self.conv2(x)))
+    x = self.pool(x).flatten(1)
+    return self.head(x)
 
 
-def tiny() -> Tiny:
+def tiny() -> nn.Module:
     """In eval mode, with statistics that make folding no trivial matter."""
     torch.manual_seed(1)
     model = Tiny()
@@ -95,25 +91,21 @@ class Reversed(torch.autograd.Function):
         return -gradient
 
 
-class Around(nn.Module):
+@members(lambda: dict(
+    stub=torch.ao.quantization.QuantStub(), tiny=tiny(), first=nn.Conv2d(2, 2, 3), mix=nn.Linear(3, 3),
+    factors=nn.Parameter(torch.tensor([0.5, -1.0, 2.0])), mask=torch.tensor([0.0, -1e9, 0.0]),
+))  # fmt: skip
+def Around(self, x: Tensor) -> Tensor:
     """Before the tiny network zeros, and what bayes-e pads in another way; then factors, a composite, and integers between floats."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stub, self.tiny, self.first = torch.ao.quantization.QuantStub(), tiny(), nn.Conv2d(2, 2, 3)
-        self.mix, self.factors = nn.Linear(3, 3), nn.Parameter(torch.tensor([0.5, -1.0, 2.0]))
-        self.register_buffer("mask", torch.tensor([0.0, -1e9, 0.0]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(F.pad(F.pad(self.stub(x)[..., 1:-1, 1:-1], (1, 1, 1, 1), "reflect"), (1, 1, 1, 1)))
-        x = self.tiny(x)
-        x = self.mix(x) * self.factors
-        x = torch.relu(Reversed.apply(self.mix(x))) + x.detach()
-        x = torch.cat((x, 2 * x), 1)[:, :3] + x
-        x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5)  # squares, which are to be wide
-        parts = torch.cat((x, 100 * x), 1)
-        x = torch.fft.fft(torch.softmax(x + self.mask, 1)).real
-        return torch.cat((torch.fft.fft(torch.sigmoid(torch.where(x > 0, x.sqrt(), x))).real, parts, self.mix(x).tanh()), 1)
+    x = self.first(F.pad(F.pad(self.stub(x)[..., 1:-1, 1:-1], (1, 1, 1, 1), "reflect"), (1, 1, 1, 1)))
+    x = self.tiny(x)
+    x = self.mix(x) * self.factors
+    x = torch.relu(Reversed.apply(self.mix(x))) + x.detach()
+    x = torch.cat((x, 2 * x), 1)[:, :3] + x
+    x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5)  # squares, which are to be wide
+    parts = torch.cat((x, 100 * x), 1)
+    x = torch.fft.fft(torch.softmax(x + self.mask, 1)).real
+    return torch.cat((torch.fft.fft(torch.sigmoid(torch.where(x > 0, x.sqrt(), x))).real, parts, self.mix(x).tanh()), 1)
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:

@@ -18,7 +18,7 @@ import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.training import fused_layers
-from tests.shared.networks import to_train, to_validate, written
+from tests.shared.networks import members, to_train, to_validate, written
 
 Form = Callable[["Net", Tensor], Any]
 
@@ -243,18 +243,14 @@ def test_gradients_in_train_are_the_float_models(form: str, target: str) -> None
     assert_like(gradients(prepared.train()), gradients(model))
 
 
-class Rows(nn.Module):
+@members(lambda kind, **settings: dict(
+    e=(nn.EmbeddingBag if kind == "bag" else nn.Embedding)(9, 4, **({} if kind == "function" else settings)), kind=kind, settings=settings,
+    head=nn.Linear(4, 4),
+), seed=0)  # fmt: skip
+def Rows(self, ids: Tensor) -> Tensor:
     """Rows of a table of nine, and a head that may be the table itself."""
-
-    def __init__(self, kind: str, **settings: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.e = (nn.EmbeddingBag if kind == "bag" else nn.Embedding)(9, 4, **({} if kind == "function" else settings))
-        self.kind, self.settings, self.head = kind, settings, nn.Linear(4, 4)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        rows = self.head(F.embedding(ids, self.e.weight, **self.settings) if self.kind == "function" else self.e(ids))
-        return rows @ self.e.weight.t() if self.kind == "tied" else rows
+    rows = self.head(F.embedding(ids, self.e.weight, **self.settings) if self.kind == "function" else self.e(ids))
+    return rows @ self.e.weight.t() if self.kind == "tied" else rows
 
 
 EMBEDDINGS = [{"padding_idx": 3}, {"padding_idx": -6, "scale_grad_by_freq": True}, {"scale_grad_by_freq": True}, {"sparse": True}]

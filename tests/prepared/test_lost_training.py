@@ -150,17 +150,13 @@ def test_what_does_not_train_in_the_float_model_is_not_told(caplog: pytest.LogCa
 
 
 # ---- what has no gradient, or raises by itself -----------------------------------------------------------------------------
-class RoundedWeight(nn.Module):
+@members(lambda rounded: dict(
+    rounded=rounded, layer=nn.Linear(8, 8), scale=nn.Parameter(torch.tensor([0.05])), scales=nn.Parameter(torch.full((8,), 0.05)),
+    zero=nn.Parameter(torch.zeros(1)), zeros=nn.Parameter(torch.zeros(8)),
+))  # fmt: skip
+def RoundedWeight(self, x: Tensor) -> Tensor:
     """A linear layer whose weight goes through PyTorch's fake quantization, with scales that are parameters."""
-
-    def __init__(self, rounded: Callable[[nn.Module], Tensor]) -> None:
-        super().__init__()
-        self.rounded, self.layer = rounded, nn.Linear(8, 8)
-        self.scale, self.scales = nn.Parameter(torch.tensor([0.05])), nn.Parameter(torch.full((8,), 0.05))
-        self.zero, self.zeros = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.rounded(self), self.layer.bias)
+    return F.linear(x, self.rounded(self), self.layer.bias)
 
 
 ROUNDED: dict[str, Callable[[Any], Tensor]] = {

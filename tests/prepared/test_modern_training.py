@@ -22,9 +22,8 @@ SCALES = {"learned": "learned", "statistics": "statistics", "lsq+": "tqt", "pact
 def student(activations: str = "learned", host: str | None = None, batch_norm: str = "live") -> fx.GraphModule:
     torch.manual_seed(3)
     mapping = fxq.QConfigMapping(config(activations, SCALES[activations], bits=4))
-    prepared = fxq.prepare(
-        Net(), BATCHES[0], "nash-e", mapping.set_host(host) if host else mapping, options=fxq.Options(batch_norm=batch_norm)
-    )
+    rules = mapping.set_host(host) if host else mapping
+    prepared = fxq.prepare(Net(), BATCHES[0], "nash-e", rules, options=fxq.Options(batch_norm=batch_norm))
     fxq.calibrate(prepared, BATCHES)
     return to_train(prepared)
 

@@ -213,9 +213,8 @@ def _calibrated(dtype: str, activations: str, weights: str, rounded: bool) -> fx
 
 def _uncalibrated(dtype: str, activations: str, weights: str) -> fx.GraphModule:
     torch.manual_seed(7)
-    qconfig = fxq.QConfig(
-        fxq.ActivationConfig(dtype, training=activations), fxq.WeightConfig("int4" if dtype == "int4" else "int8", training=weights)
-    )
+    weight = fxq.WeightConfig("int4" if dtype == "int4" else "int8", training=weights)
+    qconfig = fxq.QConfig(fxq.ActivationConfig(dtype, training=activations), weight)
     return fxq.prepare(net(), BATCHES[0], TARGETS[dtype], qconfig)
 
 

@@ -18,24 +18,21 @@ from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightScale
 from tests.shared import contract
 from tests.shared.contract import assert_contract
-from tests.shared.networks import copies, descend, to_train, to_validate, written
+from tests.shared.networks import copies, descend, members, to_train, to_validate, written
 
 MODES = ("statistics", "learned", "frozen")
 BATCHES = list(torch.randn(3, 8, 2, 6, 6, generator=torch.Generator().manual_seed(1)))
 
 
-class Net(nn.Module):
+@members(lambda: dict(
+    conv1=nn.Conv2d(2, 6, 3, padding=1, bias=False), bn1=nn.BatchNorm2d(6), conv2=nn.Conv2d(6, 6, 3, padding=1), bn2=nn.BatchNorm2d(6),
+    head=nn.Linear(6, 4),
+))  # fmt: skip
+def Net(self, x: Tensor) -> Tensor:
     """Convolutions with and without batch norm, a residual, a pooled tail and a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1, self.conv2 = nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.Conv2d(6, 6, 3, padding=1)
-        self.bn2, self.head = nn.BatchNorm2d(6), nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = F.relu(x + self.bn2(self.conv2(x)))
-        return self.head(x.mean((2, 3)))
+    x = F.relu(self.bn1(self.conv1(x)))
+    x = F.relu(x + self.bn2(self.conv2(x)))
+    return self.head(x.mean((2, 3)))
 
 
 def config(

@@ -91,16 +91,13 @@ def product_model() -> Any:
     )
 
 
-class Sequence(nn.Module):
+@members(lambda kind, **options: dict(
+    layer=kind(5, 4, batch_first=True, **options),
+    head=nn.Linear(options.get("proj_size", 4) * (2 if options.get("bidirectional") else 1), 3),
+))  # fmt: skip
+def Sequence(self, x: Tensor) -> Tensor:
     """A recurrent layer and a layer after the mean of its states."""
-
-    def __init__(self, kind: type, **options: Any) -> None:
-        super().__init__()
-        self.layer = kind(5, 4, batch_first=True, **options)
-        self.head = nn.Linear(options.get("proj_size", 4) * (2 if options.get("bidirectional") else 1), 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)[0].mean(1))
+    return self.head(self.layer(x)[0].mean(1))
 
 
 def cells(kind: type) -> Any:

@@ -424,12 +424,11 @@ def test_of_powers_of_two_the_one_is_chosen_that_loses_least(observer: type[Hist
 
 
 def test_a_fixed_scale_is_the_scale_of_the_config() -> None:
-    assert fxq.ActivationConfig(observer=fxq.observers.FixedScaleObserver(scale=0.5)) == fxq.ActivationConfig(scale=0.5)
-    assert fxq.ActivationConfig("int16", observer=fxq.observers.FixedScaleObserver(threshold=4.0)) == fxq.ActivationConfig(
-        "int16", threshold=4.0
-    )
+    scale, threshold = fxq.observers.FixedScaleObserver(scale=0.5), fxq.observers.FixedScaleObserver(threshold=4.0)
+    assert fxq.ActivationConfig(observer=scale) == fxq.ActivationConfig(scale=0.5)
+    assert fxq.ActivationConfig("int16", observer=threshold) == fxq.ActivationConfig("int16", threshold=4.0)
     with pytest.raises(fxq.errors.ConfigurationError, match="are both given"):
-        fxq.ActivationConfig(scale=1.0, observer=fxq.observers.FixedScaleObserver(scale=0.5))
+        fxq.ActivationConfig(scale=1.0, observer=scale)
 
 
 @pytest.mark.parametrize("observer", EVERY)

@@ -82,9 +82,7 @@ def test_operators_read_the_dtype_that_their_rule_asks_for(tmp_path: Path) -> No
     rules = M(WIDE).set_object_type(nn.Conv2d, narrow).set_object_type(torch.matmul, narrow)
     prepared = prepared_of(Chain(), rules, "nash-e")
     layers = {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
-    assert {name: dtype for name, dtype in layers.items() if dtype == "int8"} == dict.fromkeys(
-        ("x_quantize", "conv_requantize", "other_requantize"), "int8"
-    )
+    assert {name for name, dtype in layers.items() if dtype == "int8"} == {"x_quantize", "conv_requantize", "other_requantize"}
     assert (layers["conv"], layers["other"], layers["matmul"], layers["head"]) == ("int16",) * 4
     integer = fxq.convert(prepared)
     assert fxq.verify(prepared, integer, BATCHES)

@@ -146,9 +146,8 @@ def test_shared_scales_devices_and_ranges(compiled: Compiled) -> None:
     prepared = compiled.result.prepared
     for row in fxq.inspect.shared_scales(prepared):
         assert len({fxq.qparams(prepared)[name] for name in row.tensors if name in fxq.qparams(prepared)}) <= 1
-    assert {row.layer: row.device for row in fxq.inspect.devices(prepared)} == {
-        each.name: each.device for each in fxq.inspect.layers(prepared)
-    }
+    rows, layers = fxq.inspect.devices(prepared), fxq.inspect.layers(prepared)
+    assert {row.layer: row.device for row in rows} == {layer.name: layer.device for layer in layers}
     image = compiled.batches[0].clone()
     image[0, 0, 0, 0] = 1e9
     rows = {row.tensor: row for row in fxq.inspect.value_ranges(compiled.model, [*compiled.batches, image], spread=20)}

@@ -28,19 +28,16 @@ from tests.shared.contract import same_state
 from tests.shared.networks import members
 
 
-class Network(nn.Module):
+@members(lambda: dict(
+    stem=nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()), mix=nn.Conv2d(8, 8, 3, padding=1),
+    up=nn.ConvTranspose2d(8, 6, 2, stride=2), head=nn.Linear(14, 5),
+))  # fmt: skip
+def Network(self, x: Tensor) -> Tensor:
     """A convolution with batch norm, a residual that is added into one, a pooling that keeps its scale, a classifier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.mix = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()), nn.Conv2d(8, 8, 3, padding=1)
-        self.up, self.head = nn.ConvTranspose2d(8, 6, 2, stride=2), nn.Linear(14, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        stem = self.stem(x)
-        mixed = self.mix(stem) + stem
-        raised = self.up(F.max_pool2d(mixed, 2))
-        return self.head(torch.cat([raised, mixed], 1).mean((2, 3)))
+    stem = self.stem(x)
+    mixed = self.mix(stem) + stem
+    raised = self.up(F.max_pool2d(mixed, 2))
+    return self.head(torch.cat([raised, mixed], 1).mean((2, 3)))
 
 
 @pytest.fixture(scope="module")
@@ -290,9 +287,8 @@ def test_what_a_file_cannot_name_is_not_written(tmp_path: Path) -> None:
 def test_mixed_precision_keeps_the_budget_the_contract_and_beats_uniform_dtypes(
     model: nn.Module, batches: list[Tensor], tmp_path: Path
 ) -> None:
-    result = fxq.search.mixed_precision(
-        model, batches, "bayes-e", budget=fxq.search.Budget(weight_bits=5), options=fxq.Options(measured=False)
-    )
+    budget, options = fxq.search.Budget(weight_bits=5), fxq.Options(measured=False)
+    result = fxq.search.mixed_precision(model, batches, "bayes-e", budget=budget, options=options)
     assert result.chosen.costs["weight_bits"] <= 5
     assert set(result.chosen.dtypes.values()) == {"int4", "int8"}
     four = next(candidate for candidate in result.candidates if candidate.name == "4-bit weights")
@@ -311,9 +307,8 @@ def test_mixed_precision_keeps_the_budget_the_contract_and_beats_uniform_dtypes(
 
 def test_a_search_over_observers_mends_a_bad_one(small: nn.Module, batches: list[Tensor]) -> None:
     bad = fxq.QConfig(fxq.ActivationConfig(observer=fxq.observers.PercentileObserver(80.0)))
-    result = fxq.search.search_observers(
-        small, batches, "nash-e", bad, observers=[fxq.observers.MinMaxObserver, fxq.observers.PercentileObserver(80.0)]
-    )
+    observers = [fxq.observers.MinMaxObserver, fxq.observers.PercentileObserver(80.0)]
+    result = fxq.search.search_observers(small, batches, "nash-e", bad, observers=observers)
     assert result.measured[result.chosen] < 0.1 * result.measured["as given"]
     assert {trial.chosen for trial in result.tensors} == {"MinMax"}
     assert fxq.verify(result.prepared, fxq.convert(result.prepared), batches[:1])

@@ -19,22 +19,18 @@ from fxquant.lowering import lowering
 from fxquant.primitives import accumulate, product
 from fxquant.serialization import pack
 from fxquant.serialization.document import write_model
-from tests.shared.networks import Network
+from tests.shared.networks import Network, members
 
 Forward = Callable[[Any, Tensor], Tensor]
 
 
-class Tokens(nn.Module):
+@members(lambda run: dict(
+    token=nn.Parameter(torch.randn(1, 1, 8)), places=nn.Parameter(torch.randn(1, 5, 8)), start=torch.randn(1, 1, 8), layer=nn.Linear(8, 4),
+    run=run,
+))  # fmt: skip
+def Tokens(self, x: Tensor) -> Tensor:
     """A parameter, a buffer and a layer, for a forward that is written in the test."""
-
-    def __init__(self, run: Forward) -> None:
-        super().__init__()
-        self.token, self.places = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 5, 8))
-        self.register_buffer("start", torch.randn(1, 1, 8))
-        self.layer, self.run = nn.Linear(8, 4), run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.run(self, x))
+    return self.layer(self.run(self, x))
 
 
 READS_THE_BATCH: dict[str, Forward] = {

@@ -28,7 +28,7 @@ from fxquant.primitives.proof import unproved
 from fxquant.serialization import as_text, names, pack, unpack
 from fxquant.serialization.document import write_model
 from fxquant.serialization.values import RECORDS, decode, encode
-from tests.shared.networks import descend
+from tests.shared.networks import descend, members
 
 torch.set_num_threads(1)
 
@@ -55,19 +55,16 @@ class Network(nn.Module):
         return {"scores": scores, "ranks": (F.softmax(scores, -1), scores.topk(2).indices)}
 
 
-class Leaves(nn.Module):
+@members(lambda: dict(
+    embed=nn.Linear(6, 8), attention=nn.MultiheadAttention(8, 2, batch_first=True),
+    recurrent=nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True), norm=nn.RMSNorm(16),
+))  # fmt: skip
+def Leaves(self, x: Tensor) -> Tensor:
     """Layers that stay in float."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.attention = nn.Linear(6, 8), nn.MultiheadAttention(8, 2, batch_first=True)
-        self.recurrent, self.norm = nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True), nn.RMSNorm(16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        x, _ = self.attention(x, x, x, need_weights=False)
-        x, _ = self.recurrent(x)
-        return torch.softmax(self.norm(x).flatten(1).view(x.shape[0], -1), -1)
+    x = self.embed(x)
+    x, _ = self.attention(x, x, x, need_weights=False)
+    x, _ = self.recurrent(x)
+    return torch.softmax(self.norm(x).flatten(1).view(x.shape[0], -1), -1)
 
 
 def images(count: int = 2) -> list[Tensor]:
@@ -385,24 +382,20 @@ def test_code_in_names_is_never_run(save: Save, tmp_path: Path) -> None:
 
 
 # ---- files that claim what is not so ---------------------------------------------------------------------------------------
-class Everything(nn.Module):
+@members(lambda: dict(
+    conv=nn.Conv2d(3, 8, 3, padding=1), act=nn.SiLU(), again=nn.Conv2d(8, 8, 3, padding=1, groups=2), norm=nn.BatchNorm2d(8),
+    slope=nn.PReLU(8), up=nn.ConvTranspose2d(8, 4, 2, stride=2), resize=nn.Upsample(scale_factor=2, mode="bilinear"),
+    pool=nn.MaxPool2d(2, padding=1), mean=nn.AvgPool2d(2), offset=nn.Parameter(torch.randn(4, 1, 1)), head=nn.Linear(8, 5),
+))  # fmt: skip
+def Everything(self, x: Tensor) -> Tensor:
     """Most primitives: wide and narrow sums, tables, means, interpolation, joins, residuals, constants."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.act, self.again = nn.Conv2d(3, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1, groups=2)
-        self.norm, self.slope, self.up = nn.BatchNorm2d(8), nn.PReLU(8), nn.ConvTranspose2d(8, 4, 2, stride=2)
-        self.resize, self.pool, self.mean = nn.Upsample(scale_factor=2, mode="bilinear"), nn.MaxPool2d(2, padding=1), nn.AvgPool2d(2)
-        self.offset, self.head = nn.Parameter(torch.randn(4, 1, 1)), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.act(self.conv(x))
-        x = self.slope(self.norm(self.mean(torch.relu(self.again(x) + x))))
-        y = torch.nn.functional.pad(self.resize(self.pool(self.up(x) + self.offset)), (1, 1)).clamp(-1, 1)
-        y = torch.cat((y, y * 0.5 + 1.0), 1)[:, [0, 2, 4, 6, 1, 3, 5, 7]]
-        y = torch.maximum(y, -y).flatten(2)
-        scores = torch.matmul(y, y.transpose(1, 2)) * 0.1
-        return self.head(scores.mean(1))
+    x = self.act(self.conv(x))
+    x = self.slope(self.norm(self.mean(torch.relu(self.again(x) + x))))
+    y = torch.nn.functional.pad(self.resize(self.pool(self.up(x) + self.offset)), (1, 1)).clamp(-1, 1)
+    y = torch.cat((y, y * 0.5 + 1.0), 1)[:, [0, 2, 4, 6, 1, 3, 5, 7]]
+    y = torch.maximum(y, -y).flatten(2)
+    scores = torch.matmul(y, y.transpose(1, 2)) * 0.1
+    return self.head(scores.mean(1))
 
 
 @functools.cache

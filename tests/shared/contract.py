@@ -36,8 +36,7 @@ class Compiled(NamedTuple):
 
 def compiled(model: nn.Module, batches: Sequence[Any], target: str = "bayes-e", qconfig: Any = None, **options: Any) -> Compiled:
     """The model prepared on the first batch, calibrated on all batches, and converted."""
-    prepared = fxq.prepare(model, batches[0], target, qconfig, options=fxq.Options(**options))
-    fxq.calibrate(prepared, batches)
+    prepared = fxq.calibrate(fxq.prepare(model, batches[0], target, qconfig, options=fxq.Options(**options)), batches)
     return Compiled(prepared, fxq.convert(prepared))
 
 

@@ -64,14 +64,14 @@ def members(named: Callable[..., dict[str, Any]], seed: int | None = None) -> Ca
 
 
 def copies(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function give a copy of what it makes once of the same arguments."""
-    made, signature = functools.cache(make), inspect.signature(make)
+    """Make a function compute a result once for the same arguments, and give copies of the result."""
+    cached, signature = functools.cache(make), inspect.signature(make)
 
     @functools.wraps(make)
     def copied(*arguments: Any, **options: Any) -> Any:
         bound = signature.bind(*arguments, **options)
         bound.apply_defaults()
-        return copy.deepcopy(made(*bound.args, **bound.kwargs))
+        return copy.deepcopy(cached(*bound.args, **bound.kwargs))
 
     return copied
 

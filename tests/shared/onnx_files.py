@@ -42,9 +42,8 @@ def integer_of(model: nn.Module, inputs: Any = None, target: str = "nash-e", qco
 def linear_of(function: Callable[..., Any]) -> fx.GraphModule:
     """A function of rows, by a linear layer `l` and a buffer of integers `i`."""
     torch.manual_seed(0)
-    return integer_of(
-        Network(function, l=nn.Linear(8, 4), i=nn.Buffer(torch.arange(3))), rows(), qconfig=fxq.QConfig(fxq.ActivationConfig("int8"))
-    )
+    model = Network(function, l=nn.Linear(8, 4), i=nn.Buffer(torch.arange(3)))
+    return integer_of(model, rows(), qconfig=fxq.QConfig(fxq.ActivationConfig("int8")))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -224,9 +224,8 @@ def test_calibration_and_searches_take_the_table_of_steps(monkeypatch: pytest.Mo
     prepared = contract.calibrated(network(), batches(), "bayes-e", FOUR_BITS)
     every = [each.name for each in STEPS if each.find is not None]
     assert taken == every
-    assert [line.partition(":")[0] for line in prepared.meta["chosen"]] == [
-        name for name in taken if name != "narrowing"
-    ]  # nothing is lost
+    chosen = [line.partition(":")[0] for line in prepared.meta["chosen"]]
+    assert chosen == [name for name in taken if name != "narrowing"]  # nothing is lost
     assert all(f"calibration: {line}" in fxq.explain(fxq.convert(prepared)) for line in prepared.meta["chosen"])
     taken.clear()
     fxq.search.search_observers(network(), batches(), "bayes-e", FOUR_BITS, observers=["histogram", "minmax"], show_progress=False)

@@ -253,9 +253,8 @@ def test_8_bits_are_judged_by_the_outputs(worse: bool, monkeypatch: pytest.Monke
         result = fxq.tuning.round_weights(prepared, BATCHES, show_progress=False)
     kinds = {type(operator.weight_quantizer.rounding) for operator in quantized_operators(prepared).values()}
     assert (fxq.tuning.AdaptiveRounding in kinds) == bool(result.kept) == (not worse)
-    assert any(
-        ("8-bit weights are not rounded by samples" if worse else "8-bit weights are rounded by samples") in m for m in caplog.messages
-    )
+    told = "8-bit weights are not rounded by samples" if worse else "8-bit weights are rounded by samples"
+    assert any(told in message for message in caplog.messages)
 
 
 def test_the_figures_are_those_of_what_is_held_out() -> None:

@@ -36,17 +36,14 @@ def block_model(channels: int) -> Any:
     return model
 
 
-class Net(nn.Module):
+@members(lambda: dict(
+    stem=nn.Conv2d(1, 6, 3, padding=1), block=block_model(6), up=nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2),
+    matrix=nn.Parameter(torch.randn(4, 5)), head=nn.Linear(5, 3),
+))  # fmt: skip
+def Net(self, x: Tensor) -> Tensor:
     """Every kind of weight: with a batch norm and a residual, without a bias, transposed in groups, a matrix, a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.block, self.up = nn.Conv2d(1, 6, 3, padding=1), block_model(6), nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2)
-        self.matrix, self.head = nn.Parameter(torch.randn(4, 5)), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.hardswish(self.up(self.block(F.relu6(self.stem(x)))))
-        return self.head(F.adaptive_avg_pool2d(x, 2).flatten(2).transpose(1, 2) @ self.matrix)
+    x = F.hardswish(self.up(self.block(F.relu6(self.stem(x)))))
+    return self.head(F.adaptive_avg_pool2d(x, 2).flatten(2).transpose(1, 2) @ self.matrix)
 
 
 def images(first: int, count: int) -> Tensor:
@@ -240,9 +237,8 @@ def test_distillation_says_what_the_outputs_have_and_keeps_nothing_else(network:
     with torch.no_grad():
         shares = [float((prepared(x).double() - network(x).double()).square().sum() / network(x).double().square().sum()) for x in held_out]
     assert row.kept
-    assert sum(shares) / len(shares) == pytest.approx(
-        row.after, rel=1e-3
-    )  # the float model's sums depend on how its batch norms are folded
+    # the float model's sums depend on how its batch norms are folded
+    assert sum(shares) / len(shares) == pytest.approx(row.after, rel=1e-3)
     learned = bits(prepared)
     (again,) = fxq.tuning.distill(prepared, [torch.zeros(8, 1, 8, 8), *LEARNED[:1]], steps=1, options=fxq.Options(batch_size=8))
     assert again.kept or same_state(prepared, learned)
