@@ -131,8 +131,8 @@ def test_a_refusal_of_the_compiler_is_an_error_of_ours(tmp_path: Path) -> None:
 def test_horizons_names_end_in_a_file_that_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(march, "_march", [])
     horizon.set_march("bayes-e")
-    layers, rules = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()), {"": horizon.default_calib_8bit_fake_quant_qconfig}
-    model = horizon.prepare_qat_fx(layers, rules, example_inputs=(batches()[0],))
+    floats, rules = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()), {"": horizon.default_calib_8bit_fake_quant_qconfig}
+    model = horizon.prepare_qat_fx(floats, rules, example_inputs=(batches()[0],))
     horizon.set_fake_quantize(model, horizon.FakeQuantState.CALIBRATION)
     for batch in batches():
         model(batch)
