@@ -17,7 +17,7 @@ from fxquant.analysis.explain import Findings, broken_limits, findings, summary
 from fxquant.analysis.layers import layers
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import FloatModel, attach_call_hooks, moved_by_forward, random_by_forward, trace, untrained_here
-from fxquant.frontend.inputs import input_check
+from fxquant.frontend.inputs import input_check, sizes_that_differ
 from fxquant.ir.carried import SETTINGS, refuse_changes
 from fxquant.ir.graph import TensorFact, copy_parameters, fact, module_path, noise, source, stage_of
 from fxquant.ir.integer import set_channel_exponents
@@ -29,6 +29,7 @@ from fxquant.passes import CONVERT, PREPARE
 from fxquant.passes.rewriting import attributes
 from fxquant.pipeline import Context, Dial, Pass, check_until, run, with_own
 from fxquant.prepared.batches import as_batches, model_inputs
+from fxquant.prepared.batches import example_inputs as inputs_of_batch
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.hooks import attach_hooks
 from fxquant.prepared.operators import quantized_operators
@@ -43,6 +44,15 @@ from fxquant.target import Target
 
 SHOWN_MISSING = 12  # tensors without a scale that are logged, a line each
 OBSERVATIONS = instance("what fxq.observers.observations returned", Observations).or_none("calibration observes")
+
+
+def example_of(model: nn.Module, first: Any, batches: Any, num_batches: int | None, options: Options) -> tuple[Any, Options]:
+    """Return the example inputs in the first batch, and the options with `dynamic_shapes` of the sizes that differ in a list of batches."""
+    example = inputs_of_batch(model, options.inputs(first))
+    if options.dynamic_shapes is None and isinstance(batches, list | tuple):
+        others = [inputs_of_batch(model, options.inputs(batch)) for batch in batches[1:num_batches]]
+        options = replace(options, dynamic_shapes=sizes_that_differ([example, *others]))
+    return example, options
 
 
 @checked(observations=OBSERVATIONS)

@@ -15,11 +15,10 @@ from fxquant import backends
 from fxquant.accuracy.observations import Observations
 from fxquant.analysis.report import Report
 from fxquant.api.files import export_onnx
-from fxquant.api.preparing import OBSERVATIONS, calibrate, convert, prepare
+from fxquant.api.preparing import OBSERVATIONS, calibrate, convert, example_of, prepare
 from fxquant.frontend import FloatModel, float_model
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, no_batches
-from fxquant.prepared.batches import example_inputs as batch_inputs
 from fxquant.quantization.spec import QConfig, QConfigMapping, as_mapping
 from fxquant.reporting.forms import Batches, verify
 from fxquant.support.arguments import PATH, checked
@@ -78,6 +77,7 @@ def quantize(
     """Prepare, calibrate and convert in one call. The first batch also serves as example input.
 
     The arguments are those of `prepare` and `calibrate`; with the option `dynamic_shapes={}` every batch must have the size of the first.
+    Sizes besides the batch that differ in a list of batches vary, as `torch.export.Dim.AUTO` lets them.
     With `observations`, batches are observed only for the scales that these cannot give.
     Raises the errors of `prepare`, `calibrate` and `convert`.
     """
@@ -89,7 +89,7 @@ def quantize(
         first = next(iterator)
     except StopIteration:
         raise no_batches(num_batches) from None
-    example = batch_inputs(as_written, options.inputs(first))
+    example, options = example_of(as_written, first, batches, num_batches, options)
     prepared = prepare(as_written, example, target, qconfig, observations=observations, options=options)
     every = itertools.chain([first], iterator)
     calibrate(prepared, every, num_batches, only_missing=observations is not None, options=options, show_progress=show_progress)

@@ -306,6 +306,37 @@ def sizes_that_vary(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     return _sizes(leaves, [marks for name, value in named.items() for marks in _marks(name, value, dynamic_shapes.get(name))])
 
 
+def sizes_that_differ(examples: Sequence[Any]) -> Any:
+    """Return `dynamic_shapes` for the first of several example inputs, from the dimensions besides 0 that differ; None if none does."""
+    sizes: dict[tuple[int, int], int] = {}  # of each tensor and dimension: the largest size
+    leaves, spec = pytree.tree_flatten(examples[0])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for example in examples:
+        others = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+        if [other.dim() for other in others] != [tensor.dim() for tensor in tensors]:
+            return None  # the error of the batch says so
+        for at, (tensor, other) in enumerate(zip(tensors, others, strict=True)):
+            for dim, (size, another) in enumerate(zip(tensor.shape, other.shape, strict=True)):
+                if dim and size != another:
+                    sizes[at, dim] = max(sizes.get((at, dim), size), another)
+    if not sizes:
+        return None
+    marks = iter(
+        {
+            **({0: BATCH} if tensor.dim() and tensor.shape[0] == tensors[0].shape[0] else {}),
+            **{dim: Dim.AUTO(max=max(most, _largest(tensor.shape[dim]))) for (place, dim), most in sizes.items() if place == at},
+        }
+        for at, tensor in enumerate(tensors)
+    )
+    shapes = pytree.tree_unflatten([next(marks) if isinstance(leaf, Tensor) else None for leaf in leaves], spec)
+    return (shapes,) if isinstance(examples[0], Tensor) else shapes
+
+
+def _largest(size: int) -> int:
+    """Return the largest size where none is declared."""
+    return max(TIMES_THE_EXAMPLE * size, LEAST_LARGEST)
+
+
 def _sizes(leaves: list[Any], marks: list[list[tuple[int, Any]]]) -> Sizes:
     """Return the sizes that the entries mark, which are listed for each leaf, with their dimensions: one size for each name.
 
@@ -330,7 +361,7 @@ def _sizes(leaves: list[Any], marks: list[list[tuple[int, Any]]]) -> Sizes:
         size = next(iter(seen))
         declared = [entry for _, _, entry in places if isinstance(entry, Dim | _HINT)]
         smallest = max([1, *(entry.min or 0 for entry in declared)])
-        largest = min([entry.max for entry in declared if isinstance(entry.max, int)], default=max(TIMES_THE_EXAMPLE * size, LEAST_LARGEST))
+        largest = min([entry.max for entry in declared if isinstance(entry.max, int)], default=_largest(size))
         if not smallest <= size <= largest:
             _refuse(f"the example has size {size} where {key!r} goes from {smallest} to {largest}")
         unnamed = f"size_{key[0]}" if isinstance(key, tuple) else ""

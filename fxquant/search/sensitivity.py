@@ -28,7 +28,7 @@ from fxquant.frontend import float_model
 from fxquant.ir.graph import stage_of
 from fxquant.ir.model import autocast_off
 from fxquant.options import DEFAULTS, Options
-from fxquant.prepared.batches import as_batches, example_inputs, no_batches
+from fxquant.prepared.batches import as_batches, no_batches
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.spec import QConfig, QConfigMapping, State
 from fxquant.support.arguments import CALLABLE, Kind, checked
@@ -165,7 +165,7 @@ def calibrated(
     first = next(iter(source), None)
     if first is None:
         raise no_batches(num_batches)
-    example = example_inputs(as_written, options.inputs(first))
+    example, options = example_of(as_written, first, source, num_batches, options)
     prepared = prepare(as_written, example, target, qconfig, options=options)
     alone = replace(options, distributed=False)  # ranks divide trials, and have the same batches
     return calibrate(prepared, source, num_batches, options=alone, show_progress=show_progress), example

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.analysis.layers import left_in_float
-from fxquant.errors import ConfigurationError, ExportError, TraceError
+from fxquant.errors import CalibrationError, ConfigurationError, ExportError, TraceError
 from fxquant.ops.sampling import resize
 from fxquant.primitives import varying
 from fxquant.primitives.varying import COUNTED
@@ -214,6 +214,27 @@ def test_a_length_varies_up_to_the_end_of_a_table_of_positions(example: int) -> 
     assert all(torch.equal(traced(x), model(x)) for x in (torch.randn(3, length, 4) for length in (1, 33, 64)))
     with pytest.raises(ConfigurationError, match=f"goes from 1 to {max(64, example)}"):
         traced(torch.randn(3, 101, 4))
+
+
+def padded(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """The mean of a sentence's words after a layer whose attention leaves out the padding."""
+    seen = model.layer(model.words(ids), src_key_padding_mask=mask == 0)
+    return model.head((seen * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+
+def test_sizes_that_differ_in_a_list_of_batches_vary(tmp_path: Path) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    model = written(padded, words=nn.Embedding(50, 8), layer=layer, head=nn.Linear(8, 3)).eval()
+    batches = [dict(ids=drawn((2, length)), mask=torch.ones(2, length).tril(length - 4)) for length in (8, 5, 13)]
+    result = fxq.quantize(model, [tuple(batch.values()) for batch in batches], "x86")
+    assert result.verify(result.export(tmp_path / "words.onnx", style="exact"), batches)
+    images = [torch.randn(2, 3, 16, width) for width in (16, 40, 600)]
+    widths = fxq.quantize(nn.Conv2d(3, 4, 3), images, "bayes-e").integer
+    assert widths(torch.randn(5, 3, 16, 600)).shape == (5, 4, 14, 598)  # up to the largest of the batches at least
+    with pytest.raises(ConfigurationError, match="dimension 2 is fixed"):
+        widths(torch.randn(5, 3, 8, 40))
+    with pytest.raises(CalibrationError, match="batch 1 does not fit"):
+        fxq.quantize(nn.Conv2d(3, 4, 3), images, "bayes-e", options=fxq.Options(dynamic_shapes={}))
 
 
 BODIES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {

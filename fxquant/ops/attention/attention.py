@@ -235,7 +235,7 @@ def _masks(
     if key_padding_mask is not None:
         padding = fact(key_padding_mask).dtype == torch.bool
         tensor = build.host(torch.logical_not, key_padding_mask) if padding else key_padding_mask
-        mask.add(tensor if len(fact(tensor).shape) == 1 else build.host(reshape, tensor, [-1, 1, 1, fact(tensor).shape[-1]]))
+        mask.add(tensor if len(fact(tensor).shape) == 1 else build.host(reshape, tensor, [-1, 1, 1, *build.sizes(tensor)[1:]]))
     return mask
 
 
