@@ -11,8 +11,8 @@ Where limits are fused into the operator, as of a ReLU6, means are matched after
 A rectifier turns noise of mean zero into noise with a positive mean, so matching means before the limits leaves a shift after them. The
 left side grows with c, and Newton's method finds c for each channel. A layer's sums are formed once. Its correction follows from these
 sums, and so does the error on held-out samples with it and without it, after the function that alone reads the layer, if there is one.
-All corrections together, and half of each, are then judged by the outputs of the model on held-out samples (`effects`): the better of
-the two is kept, and neither where the noise does not clearly fall.
+All corrections together, and half of each, are then judged by the outputs of the model on held-out samples (`measure`): all stay unless
+half of each, or none, is clearly better. Matching means is right by its derivation, and a few samples have to speak against it.
 """
 
 import math
@@ -56,8 +56,8 @@ def correct_bias(
 ) -> TuningResult:  # fmt: skip
     """Correct the bias of every weighted operator whose output is nearer to the float model's with it; the model is left in VALIDATE.
 
-    A layer keeps the bias it had unless its mean squared error on held-out samples falls, and so do all layers unless the outputs of the
-    model gain 0.2 dB. A log line says what was decided, and lines of level DEBUG say it of each layer. The correction is stored next to
+    A layer keeps the bias it had unless its mean squared error on held-out samples falls, and so do all layers where the outputs of the
+    model lose 0.2 dB. A log line says what was decided, and lines of level DEBUG say it of each layer. The correction is stored next to
     the bias, which does not change. So state FLOAT is not affected, `convert`, `save` and `state_dict` include the correction, and a
     batch norm that is trained live replaces it.
 
@@ -143,7 +143,7 @@ def _correct(
     there = outputs.there and values and not any(previous.values()) and not loops.bodies(prepared.graph)
     noises = {"in full": outputs.noise(_walked(prepared, samples, exact))} if there else {}
     attempts = {name: partial(put, share) for name, share in SHARES.items()}
-    rows_judged = judged(outputs, before, rows, tuned.undo, ("biases", "corrected"), attempts, noises)
+    rows_judged = judged(outputs, before, rows, tuned.undo, ("biases", "corrected"), attempts, noises, "in full")
     result = TuningResult("correct_bias", rows_judged, tuple(skipped.items()))
     logger.debug("%s", result)
     return result

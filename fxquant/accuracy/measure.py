@@ -284,8 +284,11 @@ def pick(
 def judged(
     outputs: FloatOutputs, before: Noise, rows: Sequence[TunedLayer], undo: Callable[[], None], what: tuple[str, str],
     attempts: Mapping[str, Callable[[], Sequence[TunedLayer]]] | None = None, noises: Mapping[str, Noise] = MappingProxyType({}),
+    usual: str = "",
 ) -> tuple[TunedLayer, ...]:  # fmt: skip
     """Return the rows of a tuning method if it makes the outputs clearly better; else call `undo`, and return rows that are not kept.
+
+    With the name of an attempt as `usual` that attempt stays unless the outputs are clearly better without it or with another one.
 
     `before` is the noise of the outputs without it; `what` is the subject and the participle of the log line. Of several `attempts`, which
     each put something else into the model and return its rows, the best stays, and the first without floating-point outputs to judge by.
@@ -294,7 +297,7 @@ def judged(
     if not any(row.kept for row in rows):
         return tuple(rows)
     attempts = attempts or {"as found": lambda: rows}
-    best, noise = pick(outputs, attempts, "", {"": before, **noises})
+    best, noise = pick(outputs, attempts, usual, {"": before, **noises})
     if not outputs.there:
         best, noise = next(iter(attempts)), dict.fromkeys(attempts, before)
     if best:

@@ -22,7 +22,7 @@ from fxquant.accuracy.simulation import changed, grid_for, rounded, rounded_weig
 from fxquant.accuracy.walk import Samples, inputs_of
 from fxquant.analysis.recording import still
 from fxquant.analysis.text import table
-from fxquant.api import calibrate, prepare
+from fxquant.api.preparing import calibrate, example_of, prepare
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import float_model
 from fxquant.ir.graph import stage_of
