@@ -290,13 +290,6 @@ def refuse_data(name: str) -> NoReturn:
         because = f"{name} needs numbers that are known only when the graph runs"
         remedy = "pass validate_args=False to it, or call torch.distributions.Distribution.set_default_validate_args(False)"
         refuse("a distribution checks its arguments by their content", because=because, remedy=remedy)
-    if name == "_pack_padded_sequence":
-        refuse(
-            "packed sequences cannot be traced",
-            because="how many items each step has depends on the lengths, and a graph has a fixed number of operations",
-            remedy="call the recurrent layer on the padded tensor, and mask, or gather, its outputs by the lengths; "
-            "a layer that runs backwards reads the padding first: flip each item by its length before it",
-        )
     overloads = getattr(torch.ops.aten, name, None)
     sized = overloads is not None and any(torch.Tag.dynamic_output_shape in getattr(overloads, o).tags for o in overloads.overloads())
     refuse(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from fxquant.errors import ConfigurationError, TraceError
 from fxquant.frontend.entry import refuse_scripted, uncompiled
@@ -40,6 +41,7 @@ from fxquant.frontend.written_out import (
     Spelling,
     by_own_names,
     is_random,
+    over_packed,
     property_name,
     property_spelling,
     python_operator,
@@ -88,6 +90,7 @@ class Handler:
         self.settings: dict[str, dict[str, Any]] = {}
         self.gradients = Gradients(snapshot.names)  # the gradient rules of forward
         self.paused, self._root_code = False, root_code
+        self.lengths: dict[Any, torch.Tensor] = {}  # of padded sequences, by the batch sizes of their `PackedSequence`: see `written_out`
         self._attributes: dict[int, tuple[fx.Node, Value, int, torch.Tensor]] = {}
         self._sizes: dict[fx.Node, tuple[Any, ...]] = {}
 
@@ -521,6 +524,8 @@ class ModuleCalls:
 
     def _called(self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
         handler = self._handler
+        if isinstance(module, nn.RNNBase) and args and isinstance(args[0], PackedSequence):
+            return over_packed(module, *args, **kwargs)
         key = self._key(module, path)
         trained = next(module.parameters(), None) is not None
         if key is None or not (trained or is_tracked(args, handler.known) or is_tracked(kwargs.values(), handler.known)):

@@ -309,10 +309,8 @@ def sizes_that_vary(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 def sizes_that_differ(examples: Sequence[Any]) -> Any:
     """Return `dynamic_shapes` for the first of several example inputs, from the dimensions besides 0 that differ; None if none does."""
     sizes: dict[tuple[int, int], int] = {}  # of each tensor and dimension: the largest size
-    leaves, spec = pytree.tree_flatten(examples[0])
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    for example in examples:
-        others = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+    tensors, *every = ([leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)] for example in examples)
+    for others in every:
         if [other.dim() for other in others] != [tensor.dim() for tensor in tensors]:
             return None  # the error of the batch says so
         for at, (tensor, other) in enumerate(zip(tensors, others, strict=True)):
@@ -321,15 +319,12 @@ def sizes_that_differ(examples: Sequence[Any]) -> Any:
                     sizes[at, dim] = max(sizes.get((at, dim), size), another)
     if not sizes:
         return None
-    marks = iter(
-        {
-            **({0: BATCH} if tensor.dim() and tensor.shape[0] == tensors[0].shape[0] else {}),
-            **{dim: Dim.AUTO(max=max(most, _largest(tensor.shape[dim]))) for (place, dim), most in sizes.items() if place == at},
-        }
-        for at, tensor in enumerate(tensors)
-    )
-    shapes = pytree.tree_unflatten([next(marks) if isinstance(leaf, Tensor) else None for leaf in leaves], spec)
-    return (shapes,) if isinstance(examples[0], Tensor) else shapes
+    shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    for at, tensor in enumerate(tensors):
+        batch = {0: BATCH} if tensor.dim() and tensor.shape[0] == tensors[0].shape[0] else {}
+        rest = {dim: Dim.AUTO(max=max(most, _largest(tensor.shape[dim]))) for (place, dim), most in sizes.items() if place == at}
+        shapes[tensor] = {**batch, **rest}
+    return shapes
 
 
 def _largest(size: int) -> int:

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
 
+from fxquant.frontend.environment import calls_from
 from fxquant.frontend.values import COMPARISONS, ON_TENSORS, UNARY, Functions, TracedTensor, active, python_name, refuse
 from fxquant.ir import functional
 
@@ -203,6 +205,8 @@ def _by_truth_values(input: Tensor, index: Any) -> Any:
     def is_list(place: Any) -> bool:
         return type(place) is list and bool(place) and all(type(item) is bool for item in place)
 
+    if isinstance(index, _AsGiven):
+        return input
     places = index if isinstance(index, tuple) else (index,)
     if not any(map(is_list, places)):
         return NotImplemented
@@ -273,6 +277,65 @@ def _each(function: Callable[..., Any]) -> Callable[..., Any]:
 
 for _function in (torch.atleast_1d, torch.atleast_2d, torch.atleast_3d):
     WRITTEN[_function] = _each(_function)
+
+
+# ---- Packed sequences: their data is the padded sequences, [batch, steps, …], since the sum of lengths has no fact -------
+def _lengths_of(sizes: Tensor) -> Any:
+    """Return the lengths of the sequences in a `PackedSequence` of these batch sizes."""
+    lengths = active().lengths.get(getattr(sizes, "node", id(sizes)))
+    if lengths is None:
+        because = "how many items each step has is not known before the graph runs, and a graph has a fixed number of operations"
+        remedy = "let forward take the padded sequences and their lengths, and call torch.nn.utils.rnn.pack_padded_sequence in it"
+        refuse("a packed sequence that forward did not make of padded ones cannot be traced", because=because, remedy=remedy)
+    return lengths
+
+
+def _steps(padded: Tensor) -> Tensor:
+    return active().call(torch.arange, (padded.shape[1],), {})  # type: ignore[no-any-return]
+
+
+class _AsGiven(Tensor):
+    """The order of sequences that stay as they are: their padding needs no sorting."""
+
+
+@_stands_for(*_methods("sort"))
+def _sorted_for_packing(input: Tensor, *_: Any, **__: Any) -> Any:
+    return (input, torch.arange(int(input.shape[0])).as_subclass(_AsGiven)) if calls_from("torch/nn/utils/rnn.py") else NotImplemented
+
+
+@_stands_for(*_methods("index_select"))
+def _selected(input: Tensor, dim: int, index: Any) -> Any:
+    return input if isinstance(index, _AsGiven) else NotImplemented
+
+
+@_stands_for(torch._pack_padded_sequence)
+def _packed(input: Tensor, lengths: Tensor, batch_first: bool) -> Any:
+    padded = input if batch_first else input.transpose(0, 1)
+    sizes = (lengths > _steps(padded).unsqueeze(1)).sum(1)
+    active().lengths[getattr(sizes, "node", id(sizes))] = lengths
+    return padded, sizes
+
+
+@_stands_for(torch._pad_packed_sequence)
+def _padded(data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int) -> Any:
+    lengths = _lengths_of(batch_sizes)
+    active().warn("pad_packed_sequence returns all steps, as with total_length=x.shape[1]; the longest sequence may have fewer")
+    outside = (_steps(data) >= lengths.unsqueeze(1)).reshape(*data.shape[:2], *[1] * (data.dim() - 2))
+    padded = data.masked_fill(outside, padding_value)
+    if total_length != data.shape[1]:
+        padded = F.pad(padded, (*[0, 0] * (data.dim() - 2), 0, total_length - data.shape[1]), value=padding_value)
+    return padded if batch_first else padded.transpose(0, 1), lengths
+
+
+def over_packed(layer: nn.RNNBase, sequence: PackedSequence, hx: Any = None) -> Any:
+    """Return what a recurrent layer makes of a packed sequence: a `PackedSequence` of its outputs, and its last states."""
+    lengths, order = _lengths_of(sequence.batch_sizes), sequence.sorted_indices
+    kind, initial = layer.mode.lower().removeprefix("rnn_"), None if hx is None else layer.permute_hidden(hx, order)
+    settings = kind, layer.num_layers, layer.bidirectional, layer.dropout
+    arguments = (sequence.data, initial, lengths, list(layer._flat_weights), *settings)
+    output, *last = active().record("call_function", functional.over_lengths, functional.over_lengths, arguments, {})
+    state: Any = tuple(last) if kind == "lstm" else last[0]
+    return sequence._replace(data=output), layer.permute_hidden(state, sequence.unsorted_indices)
 
 
 # ---- The call form of a PyTorch function in the graph: a method, an operator or a function ---------------------------

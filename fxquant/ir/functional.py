@@ -1,9 +1,12 @@
 """Functions that graphs call: out-of-place forms of in-place operations, and the stubs of models written for eager mode."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_map
 
 from fxquant.ir.graph import TensorFact, computes_tensor, fact, is_parameter
@@ -35,6 +38,29 @@ def fill(tensor: Tensor, value: Any) -> Tensor:
 def zero(tensor: Tensor) -> Tensor:
     """Return a tensor like `tensor` that holds zeros."""
     return torch.zeros_like(tensor)
+
+
+def over_lengths(
+    input: Tensor, hx: Any, lengths: Tensor, parameters: Sequence[Tensor], kind: str, num_layers: int, bidirectional: bool, dropout: float
+) -> tuple[Tensor, ...]:
+    """Return the outputs (batch, steps, features) and the last states of a recurrent layer over padded sequences of these lengths.
+
+    `kind` is "lstm", "gru", "tanh" or "relu"; `parameters` and `hx` are those of PyTorch's function, `dropout` is for training alone.
+    A direction that runs backwards begins at the last step of each sequence. Outputs beyond it are 0.
+    """
+    directions, biases = 1 + bidirectional, len(parameters) >= 4 * num_layers * (1 + bidirectional)
+    sizes = (parameters[1].shape[1], parameters[0].shape[0] // 4)[: 2 if kind == "lstm" else 1]
+    first = [input.new_zeros(num_layers * directions, len(input), size) for size in sizes]
+    if isinstance(input, FakeTensor) or input.is_meta:  # its shape alone is known, which packing does not keep
+        return input.new_zeros(*input.shape[:2], directions * sizes[0]), *first
+    packed = pack_padded_sequence(input, lengths.cpu(), batch_first=True, enforce_sorted=False)
+    if hx is not None:
+        first = [each.index_select(1, packed.sorted_indices) for each in (hx if isinstance(hx, tuple | list) else [hx])]
+    function: Any = getattr(torch, kind if kind in ("lstm", "gru") else f"rnn_{kind}")
+    state = first if kind == "lstm" else first[0]
+    output, *last = function(packed.data, packed.batch_sizes, state, list(parameters), biases, num_layers, 0.0, False, bidirectional)
+    padded, _ = pad_packed_sequence(packed._replace(data=output), batch_first=True, total_length=input.shape[1])
+    return padded, *(each.index_select(1, packed.unsorted_indices) for each in last)
 
 
 def write(tensor: Tensor, value: Tensor, way: Any) -> Tensor:

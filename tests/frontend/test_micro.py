@@ -318,16 +318,3 @@ def test_tensors_without_elements_stay_on_the_host() -> None:
     for wanted, actual in zip(model(x), integer(x), strict=True):
         assert wanted.shape == actual.shape
     assert not integer(x)[0].any()
-
-
-def test_a_packed_sequence_is_refused_by_name() -> None:
-    with pytest.raises(fxq.FxQuantError, match="packed sequences cannot be traced") as raised:
-        fxq.prepare(
-            written(
-                lambda m, x: m.layer(nn.utils.rnn.pack_padded_sequence(x, [5, 3], batch_first=True))[1],
-                layer=nn.GRU(8, 6, batch_first=True),
-            ),
-            batch(0, 2, 5, 8),
-            options=fxq.Options(dynamic_shapes={}),
-        )
-    assert "padded tensor" in str(raised.value)
