@@ -329,10 +329,11 @@ def _padded(data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value:
 
 def over_packed(layer: nn.RNNBase, sequence: PackedSequence, hx: Any = None) -> Any:
     """Return what a recurrent layer makes of a packed sequence: a `PackedSequence` of its outputs, and its last states."""
-    lengths, order = _lengths_of(sequence.batch_sizes), sequence.sorted_indices
-    kind, initial = layer.mode.lower().removeprefix("rnn_"), None if hx is None else layer.permute_hidden(hx, order)
+    lengths = _lengths_of(sequence.batch_sizes)
+    kind, initial = layer.mode.lower().removeprefix("rnn_"), None if hx is None else layer.permute_hidden(hx, sequence.sorted_indices)
     settings = kind, layer.num_layers, layer.bidirectional, layer.dropout
-    arguments = (sequence.data, initial, lengths, list(layer._flat_weights), *settings)
+    places = (lengths.unsqueeze(1) - _steps(sequence.data) - 1).abs().unsqueeze(2)
+    arguments = (sequence.data, initial, places, list(layer._flat_weights), *settings)
     output, *last = active().record("call_function", functional.over_lengths, functional.over_lengths, arguments, {})
     state: Any = tuple(last) if kind == "lstm" else last[0]
     return sequence._replace(data=output), layer.permute_hidden(state, sequence.unsorted_indices)

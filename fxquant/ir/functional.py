@@ -41,10 +41,11 @@ def zero(tensor: Tensor) -> Tensor:
 
 
 def over_lengths(
-    input: Tensor, hx: Any, lengths: Tensor, parameters: Sequence[Tensor], kind: str, num_layers: int, bidirectional: bool, dropout: float
+    input: Tensor, hx: Any, order: Tensor, parameters: Sequence[Tensor], kind: str, num_layers: int, bidirectional: bool, dropout: float
 ) -> tuple[Tensor, ...]:
-    """Return the outputs (batch, steps, features) and the last states of a recurrent layer over padded sequences of these lengths.
+    """Return the outputs (batch, steps, features) and the last states of a recurrent layer over padded sequences.
 
+    `order` (batch, steps, 1) is |length - 1 - step|: where to find each step of a sequence from its end on.
     `kind` is "lstm", "gru", "tanh" or "relu"; `parameters` and `hx` are those of PyTorch's function, `dropout` is for training alone.
     A direction that runs backwards begins at the last step of each sequence. Outputs beyond it are 0.
     """
@@ -53,7 +54,7 @@ def over_lengths(
     first = [input.new_zeros(num_layers * directions, len(input), size) for size in sizes]
     if isinstance(input, FakeTensor) or input.is_meta:  # its shape alone is known, which packing does not keep
         return input.new_zeros(*input.shape[:2], directions * sizes[0]), *first
-    packed = pack_padded_sequence(input, lengths.cpu(), batch_first=True, enforce_sorted=False)
+    packed = pack_padded_sequence(input, order[:, 0, 0].cpu() + 1, batch_first=True, enforce_sorted=False)
     if hx is not None:
         first = [each.index_select(1, packed.sorted_indices) for each in (hx if isinstance(hx, tuple | list) else [hx])]
     function: Any = getattr(torch, kind if kind in ("lstm", "gru") else f"rnn_{kind}")

@@ -180,35 +180,16 @@ class _Sequence:
     build: Builder  # writes its parts
     kind: str  # which step it repeats: "lstm", "gru", "tanh" or "relu"
     axis: int  # the dimension of its input that the steps run along
-    lengths: fx.Node | None = None  # int64 (batch,): the lengths of padded sequences (batch, steps, features), or None
+    order: fx.Node | None = None  # of padded sequences (batch, steps, features): see `functional.over_lengths`
 
     def flipped(self, value: fx.Node) -> fx.Node:
-        """Return each padded sequence with its steps in the other order, and its padding where it is."""
-        inside, before_end = self._places(value)
-        return self._gathered(value, self.build.host(torch.where, inside, before_end, self._steps(value)))
+        """Return each padded sequence with its steps in the other order, before its padding."""
+        places = self.build(expand, self.order, [-1, -1, self.build.fact(value).shape[2]])
+        return self.build(gather, value, 1, places)  # type: ignore[no-any-return]
 
     def at_end(self, every: fx.Node) -> fx.Node:
         """Return the state (batch, features) of each padded sequence at its last step."""
-        build = self.build
-        last = build.host(torch.sub, build.host(reshape, self.lengths, [-1, 1]), 1)
-        return build(getitem, self._gathered(every, last), [WHOLE, 0, WHOLE])  # type: ignore[no-any-return]
-
-    def _steps(self, value: fx.Node) -> fx.Node:
-        build, size = self.build, self.build.size(value, 1)
-        every = build.constant(torch.arange(largest_size(build.fact(value).shape[1]) or 1, device="cpu"))
-        return every if isinstance(size, int) else build.host(getitem, every, [slice(0, size)])
-
-    def _places(self, value: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Return which steps (batch, steps) are not padding, and how many steps come after each within its sequence."""
-        build, steps = self.build, self._steps(value)
-        lengths = build.host(reshape, self.lengths, [-1, 1])
-        return build.host(torch.lt, steps, lengths), build.host(torch.sub, build.host(torch.sub, lengths, 1), steps)
-
-    def _gathered(self, value: fx.Node, steps: fx.Node) -> fx.Node:
-        """Return the features (batch, n, features) of a value at `steps` (batch, n)."""
-        build = self.build
-        places = build.host(expand, build.host(reshape, steps, [*build.sizes(steps), 1]), [-1, -1, build.fact(value).shape[2]])
-        return build(gather, value, 1, places)  # type: ignore[no-any-return]
+        return self.build(getitem, self.flipped(every), [WHOLE, 0, WHOLE])  # type: ignore[no-any-return]
 
     def direction(
         self, input: fx.Node, weights: Sequence[fx.Node], biases: bool, state: State, backwards: bool
@@ -221,7 +202,7 @@ class _Sequence:
         projection = weights[-1] if len(weights) in (3, 5) else None
         limit = None if self.kind == "relu" or projection is not None or state[0] is not None else _limit(build, weights[1], bias_hh)
         projected = build(linear, input, weights[0], bias_ih, demand=replace(INNER, limit=limit))
-        from_its_end = backwards and self.lengths is not None  # a sequence is flipped within its length, and its padding comes last again
+        from_its_end = backwards and self.order is not None  # a sequence is flipped within its length, and its padding comes last again
         if from_its_end:
             projected, backwards = self.flipped(projected), False
         shape, count = build.fact(projected).shape, build.size(projected, self.axis)
@@ -240,7 +221,7 @@ class _Sequence:
         for nodes in layer.tied.values():
             build.tie(*nodes)
         every = build(loop_stack, first[0], frame, 0, self.axis, count, backwards)
-        if self.lengths is None:
+        if self.order is None:
             ends = {each: build(loop_last, each, frame, index) for each, index in places.items()}
         else:
             stacks = [every, *(build(loop_stack, first[index], frame, index, self.axis, count, False) for index in range(1, len(places)))]
@@ -277,7 +258,7 @@ def listed(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
-def expand_layers(build: Builder, kind: str, input: fx.Node, hx: Any, layers: Layers, lengths: fx.Node | None = None) -> list[fx.Node]:
+def expand_layers(build: Builder, kind: str, input: fx.Node, hx: Any, layers: Layers, order: fx.Node | None = None) -> list[fx.Node]:
     """Return the results of a recurrent layer: its outputs at all steps, then its last states, one tensor for each kind (h, c)."""
     shape = build.fact(input).shape
     state = None if all(map(_is_zero, listed(hx))) else listed(hx)
@@ -286,7 +267,7 @@ def expand_layers(build: Builder, kind: str, input: fx.Node, hx: Any, layers: La
     if not batched:
         input = build(reshape, input, [1, *shape] if layers.batch_first else [shape[0], 1, shape[1]])
         state = None if state is None else [_with(build, each, 1) for each in state]
-    output, last = _Sequence(build, kind, axis, lengths).layers(input, state, layers)
+    output, last = _Sequence(build, kind, axis, order).layers(input, state, layers)
     results = [output]
     for at, states in enumerate(list(zip(*last, strict=True))[: 2 if kind == "lstm" else 1]):
         results.append(build(stack, list(states), 0, demand=Same() if len(states) == 1 else INNER if at else Own()))
@@ -515,9 +496,9 @@ def _expand_rnn(build: Builder, input: fx.Node, hx: Any, **settings: Any) -> Any
     return tuple(expand_layers(build, kind, input, hx, Layers(**settings)))
 
 
-def _expand_over_lengths(build: Builder, input: fx.Node, hx: Any, lengths: fx.Node, kind: str, **settings: Any) -> Any:
+def _expand_over_lengths(build: Builder, input: fx.Node, hx: Any, order: fx.Node, kind: str, **settings: Any) -> Any:
     biases = len(settings["parameters"]) >= 4 * settings["num_layers"] * (1 + settings["bidirectional"])
-    return tuple(expand_layers(build, kind, input, hx, Layers(**settings, biases=biases, batch_first=True), lengths))
+    return tuple(expand_layers(build, kind, input, hx, Layers(**settings, biases=biases, batch_first=True), order))
 
 
 def _expand_cell(build: Builder, input: fx.Node, hx: Any, **weights: Any) -> Any:
@@ -527,7 +508,7 @@ def _expand_cell(build: Builder, input: fx.Node, hx: Any, **weights: Any) -> Any
 
 _BENT = ("tanh", "relu")
 _STATE = {"x": (4,), "y": (3,)}
-_PACKED = "q = nn.utils.rnn.pack_padded_sequence(x, x.new_full((x.shape[0],), 2).long(), True)"
+_PACKED = "q = nn.utils.rnn.pack_padded_sequence(x, (x > 9).sum(1)[:, 0] + 2, True)"
 _GIVEN = "True, 1, 0.0, False, False, True)[0]"  # the settings of a layer that is called as a function, and its result
 _declare(
     lstm,
