@@ -24,19 +24,9 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from fxquant.errors import ConfigurationError
+from fxquant.frontend import onnx_operators
 from fxquant.frontend.environment import exported_at
-from fxquant.frontend.onnx_operators import (
-    OPERATORS,
-    OnnxOperator,
-    as_numbers,
-    as_tensor,
-    by_direction,
-    convolution,
-    linear,
-    recurrent,
-    reshape,
-    simplified,
-)
+from fxquant.frontend.onnx_operators import OPERATORS, OnnxOperator, as_numbers, as_tensor, by_direction, linear, reshape, simplified
 from fxquant.support import logger
 
 if TYPE_CHECKING:
@@ -238,7 +228,7 @@ class _Reader:
         self, node: Any, row: OnnxOperator, inputs: list[Any], attributes: dict[str, Any]
     ) -> tuple[OnnxOperator, list[Any], dict[str, Any]]:
         """Return a product with a constant matrix as a linear layer, and a recurrent layer, with weights as PyTorch holds them."""
-        if row.function is recurrent:
+        if row.function is onnx_operators.recurrent:
             inputs = [*inputs, *([None] * (8 - len(inputs)))]
             (x, *weights), (lengths, h, c, peepholes) = inputs[:4], inputs[4:]
             if any(isinstance(each, fx.Node) for each in weights) or lengths is not None or peepholes is not None:
@@ -265,7 +255,7 @@ class _Reader:
         """Give a constant that is added to a layer's result to the layer, if it can be its bias; return whether it was."""
         for name, other in (tuple(node.input), tuple(node.input)[::-1]) if node.op_type == "Add" else ():
             layer, bias = self.values[name], self.values[other]
-            free = isinstance(layer, fx.Node) and layer.target in (linear, convolution) and layer.args[2:] in ((), (None,))
+            free = isinstance(layer, fx.Node) and layer.target in (linear, onnx_operators.convolution) and layer.args[2:] in ((), (None,))
             if not free or self.uses[name] > 1 or not isinstance(bias, _Constant) or not isinstance(bias.value, Tensor):
                 continue
             weight = getattr(self.root, str(getattr(layer.args[1], "target", "")), None)

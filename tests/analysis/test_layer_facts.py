@@ -52,14 +52,9 @@ def by_name(model: Any) -> dict[str, fxq.results.Layer]:
 
 # 10 × 9 pictures: plain gives 5 × 5 of 8 channels, grouped 3 × 5 of 12, up 6 × 10 of 6, and 60 rows of 6 features.
 MACS = {
-    "plain": 8 * 5 * 5 * (3 * 3 * 3),
-    "grouped": 12 * 3 * 5 * (2 * 3 * 1),
-    "up": 12 * 3 * 5 * (2 * 2 * 2),
-    "up_1": 12 * 3 * 5 * (2 * 2 * 2),
-    "head": 60 * 6 * 5,
-    "matmul": 60 * 5 * 7,
-    "bmm": 60 * 5 * 60,
-}
+    "plain": 8 * 5 * 5 * (3 * 3 * 3), "grouped": 12 * 3 * 5 * (2 * 3 * 1), "up": 12 * 3 * 5 * (2 * 2 * 2), "up_1": 12 * 3 * 5 * (2 * 2 * 2),
+    "head": 60 * 6 * 5, "matmul": 60 * 5 * 7, "bmm": 60 * 5 * 60,
+}  # fmt: skip
 ELEMENTS = {
     "plain": 8 * 25, "silu": 8 * 25, "grouped": 12 * 15, "up": 6 * 60, "alone": 6 * 60, "head": 300, "bmm": 3600, "logcumsumexp": 300,
 }  # fmt: skip

@@ -312,16 +312,10 @@ def _one_array() -> bytes:
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "encrypted": _encrypted,
-    "an unknown method": _of_an_unknown_method,
-    "petabytes": _of_petabytes,
-    "a bad stream": _with_a_bad_stream,
-    "a pickle": lambda content: pickle.dumps({"kit": 1}),
-    "empty": lambda content: b"",
-    "truncated": lambda content: content[:-1],
-    "text": lambda content: b"hello",
-    "one array": lambda content: _one_array(),
-}
+    "encrypted": _encrypted, "an unknown method": _of_an_unknown_method, "petabytes": _of_petabytes, "a bad stream": _with_a_bad_stream,
+    "a pickle": lambda content: pickle.dumps({"kit": 1}), "empty": lambda content: b"", "truncated": lambda content: content[:-1],
+    "text": lambda content: b"hello", "one array": lambda content: _one_array(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -28,14 +28,9 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 OF_INTEGERS: dict[str, Callable[[Tensor], Any]] = {
-    "fmod": lambda n: torch.fmod(n, 4),
-    "sign": torch.sign,
-    "amax": lambda n: n.amax(1),
-    "amin": lambda n: n.amin((1, 2)),
-    "argmin": lambda n: n.argmin(1) + 1,
-    "max_along": lambda n: n.max(1),
-    "min_along": lambda n: n.min(2)[0] * 2,
-}
+    "fmod": lambda n: torch.fmod(n, 4), "sign": torch.sign, "amax": lambda n: n.amax(1), "amin": lambda n: n.amin((1, 2)),
+    "argmin": lambda n: n.argmin(1) + 1, "max_along": lambda n: n.max(1), "min_along": lambda n: n.min(2)[0] * 2,
+}  # fmt: skip
 
 BAGS: dict[str, Callable[[], nn.Module]] = {
     "leave out the rows of its padding_idx": lambda: Network(
