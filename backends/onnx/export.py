@@ -19,8 +19,8 @@ from fxquant.backends.onnx.fast_parts import plain
 from fxquant.backends.onnx.float_export import LARGEST_DEVIATION, apart, random_value
 from fxquant.backends.onnx.metadata import PRECISE, with_layouts
 from fxquant.backends.onnx.qdq import QdqWriter
-from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, Runner, open_file
-from fxquant.backends.onnx.writer import TYPES, Writer, has_kernels, value_info
+from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, Runner, adds_pairs, open_file
+from fxquant.backends.onnx.writer import TYPES, Writer, has_kernels, pairs_fit, value_info
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import BATCH_SIZES, by_name, fact, resolve
 from fxquant.ir.integer import qparams
@@ -52,21 +52,14 @@ def write_fast(integer: fx.GraphModule, io: str, opset: int, names: Names, *, pl
     """
     if not has_kernels(integer):
         return _write_sums(integer, io, opset, names)
-    settings: dict[str, str] = {}
     writer = FastWriter(integer, io, opset)
-    looked_up = [node.name for node in writer.kernels() if writer.computes(node) and not _kernel_is_exact(integer, node, opset, settings)]
+    inexact = [node for node in writer.kernels() if not _kernel_is_exact(integer, node, opset)]
     kernels = [node for node in writer.kernels() if not writer.computes(node)]
-    refused = [node for node in kernels if not _kernel_is_exact(integer, node, opset, settings)]
+    refused = [node.name for node in inexact if node in kernels]
     if plain and (refused or not kernels):
         return None
-    if refused:
-        settings = PRECISE
-        refused = [node for node in kernels if not _kernel_is_exact(integer, node, opset, settings)]
-        logger.warning("style 'fast': onnxruntime needs the session options %s for exact kernels here", settings)
-    _tell(integer, [node.name for node in refused], len(kernels))
-    exact = [*looked_up, *(node.name for node in refused)]
-    sessions = [settings] if settings is PRECISE else [settings, PRECISE]
-    return _compared(integer, lambda io: FastWriter(integer, io, opset, exact, settings), io, names, sessions)
+    _tell(integer, refused, len(kernels))
+    return _compared(integer, lambda io: FastWriter(integer, io, opset, [node.name for node in inexact]), io, names)
 
 
 def _write_sums(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
@@ -96,21 +89,17 @@ def _write_sums(integer: fx.GraphModule, io: str, opset: int, names: Names) -> o
             integer.meta["target"].name,
             LEAST_PRODUCTS,
         )
-    return _compared(integer, lambda io: SumsWriter(integer, io, opset, refused), io, names, [{}, PRECISE])
+    return _compared(integer, lambda io: SumsWriter(integer, io, opset, refused), io, names)
 
 
-def _compared(
-    integer: fx.GraphModule, writer: Callable[[str], Writer], io: str, names: Names, sessions: Sequence[Mapping[str, str]]
-) -> onnx.ModelProto:
+def _compared(integer: fx.GraphModule, writer: Callable[[str], Writer], io: str, names: Names) -> onnx.ModelProto:
     """Return the model that a writer for an `io` writes, after its form with float inputs and outputs was compared as a whole."""
     model = writer(io).write(*names)
-    _check_whole(integer, writer("float").write(None, None) if io == "integer" else model, sessions)
+    _check_whole(integer, writer("float").write(None, None) if io == "integer" else model)
     return model
 
 
-def _run(
-    model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Mapping[str, str], runtime: str = MEASURED_RUNTIMES[0]
-) -> dict[str, Tensor]:
+def _run(model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Mapping[str, str], runtime: str) -> dict[str, Tensor]:
     level, threads = next((level, threads) for name, level, threads in RUNTIMES if name == runtime)
     return Runner(model, level, threads, None, settings)(feeds)
 
@@ -145,24 +134,24 @@ def _any_range(operand: fx.Node, images: int, generator: torch.Generator) -> Ten
     return of_any_range(fact(operand).at(images), generator)
 
 
-def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settings: Mapping[str, str]) -> bool:
+def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
     """Return whether one kernel, alone, gives PyTorch's values for operands of the whole range."""
     if node.target is dynamic_linear:
-        return _is_exact(FastWriter(integer, "float", opset), node, (), _any_range, settings)
+        return _is_exact(FastWriter(integer, "float", opset), node, (), _any_range)
     writer = FastWriter(integer, "integer", opset)
-    return _is_exact(writer, node, writer.parts_of(node), _every_byte if node.target is lookup else _whole_range, settings)
+    return _is_exact(writer, node, writer.parts_of(node), _every_byte if node.target is lookup else _whole_range)
 
 
 def _sum_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool | None:
     """Return the same of a layer as a sum of products of bytes; None if onnxruntime does not run it."""
     try:
-        return _is_exact(SumsWriter(integer, "integer", opset), node, (), _whole_range, {})
+        return _is_exact(SumsWriter(integer, "integer", opset), node, (), _whole_range)
     except ExportError as error:  # before 1.24 onnxruntime has no ConvInteger of int8
         logger.debug("%s: %s", node.name, error.because)
         return None
 
 
-def _is_exact(writer: Writer, node: fx.Node, parts: Sequence[fx.Node], draw: Draw, settings: Mapping[str, str]) -> bool:
+def _is_exact(writer: Writer, node: fx.Node, parts: Sequence[fx.Node], draw: Draw) -> bool:
     """Return whether onnxruntime, for a file of the node and its parts and for random operands, computes PyTorch's values."""
     operands = dict.fromkeys(plain(read) for part in (*parts, node) for read in part.all_input_nodes)
     constants = {each: resolve(writer.integer, str(each.target)).detach().cpu() for each in operands if each.op == "get_attr"}
@@ -180,8 +169,8 @@ def _is_exact(writer: Writer, node: fx.Node, parts: Sequence[fx.Node], draw: Dra
     graph = helper.make_graph(e.nodes, "kernel", inputs, outputs, e.initializers)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", writer.opset)], ir_version=10)
     expected = writer.stored(node, evaluate(writer.integer, Match(node, (node,), ()), {**constants, **drawn})[0]).to(e.dtype(result))
-    # Without VNNI it may be that only one of the runtimes saturates.
-    return all(torch.equal(_run(model, fed, settings, runtime)[result], expected) for runtime in MEASURED_RUNTIMES)
+    # Without VNNI it may be that only one of the runtimes saturates; session options help those alone that optimise.
+    return all(torch.equal(_run(model, fed, {}, runtime)[result], expected) for runtime in MEASURED_RUNTIMES)
 
 
 def _tell(integer: fx.GraphModule, refused: Sequence[str], count: int) -> None:
@@ -190,11 +179,11 @@ def _tell(integer: fx.GraphModule, refused: Sequence[str], count: int) -> None:
     disagreed(integer, "onnxruntime's kernel", [f"%{name}" for name in refused], because, "they are written as in style 'exact'")
 
 
-def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto, sessions: Sequence[Mapping[str, str]]) -> None:
-    """Raise ExportError if the file's outputs for random inputs differ from the integer graph's, under any of the session options."""
+def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto) -> None:
+    """Raise ExportError if the file's outputs for random inputs differ from the integer graph's, with `PRECISE` or without."""
     if float_nodes(integer):
         return  # rounding of host operators differs; the kernels were compared one by one
-    for settings in sessions:
+    for settings in ({}, PRECISE):
         for name, actual, expected in results_of(integer, model, settings):
             if not torch.equal(actual, expected):
                 raise ExportError(
@@ -212,7 +201,7 @@ def results_of(graph: fx.GraphModule, model: onnx.ModelProto, settings: Mapping[
     device = next((buffer.device for buffer in graph.buffers()), torch.device("cpu"))
     with torch.no_grad():
         results = pytree.tree_leaves(graph(**by_name(graph, [value.to(device) for value in inputs])))
-    outputs = _run(model, dict(zip((info.name for info in model.graph.input), inputs, strict=True)), settings)
+    outputs = _run(model, dict(zip((info.name for info in model.graph.input), inputs, strict=True)), settings, MEASURED_RUNTIMES[0])
     for info, value in zip(model.graph.output, [value.cpu() for value in results if isinstance(value, Tensor)], strict=True):
         yield info.name, outputs[info.name], value
 
@@ -364,7 +353,14 @@ def _qdq(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.Mod
             len(writer.in_floats),
             ", ".join(f"%{node.name}" for node in writer.in_floats[:4]),
         )
-    return writer.write(*names)
+    model = writer.write(*names)
+    if adds_pairs() and not pairs_fit(writer.emitter):
+        logger.warning(
+            "style 'qdq': onnxruntime's kernels saturate on this processor, which costs the outputs decibels; they do not with the session"
+            " options %s, nor by default where the model was prepared with fxq.Options(without_vnni=True)",
+            PRECISE,
+        )
+    return model
 
 
 STYLES = {
