@@ -19,7 +19,7 @@ from fxquant.backends.onnx.fast_parts import plain
 from fxquant.backends.onnx.float_export import LARGEST_DEVIATION, apart, random_value
 from fxquant.backends.onnx.metadata import PRECISE, with_layouts
 from fxquant.backends.onnx.qdq import QdqWriter
-from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, Runner, adds_pairs, open_file
+from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, OTHER_RUNTIMES, RUNTIME_NAMES, RUNTIMES, Runner, adds_pairs, open_file
 from fxquant.backends.onnx.writer import TYPES, Writer, has_kernels, pairs_fit, value_info
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import BATCH_SIZES, by_name, fact, resolve
@@ -241,6 +241,7 @@ class FileOptions:
     external_data: bool | None = None
     layouts: Mapping[str, str] | None = None
     functions: bool = False
+    runtime: str | None = None
 
 
 def save_models(
@@ -315,15 +316,16 @@ def written_out(integer: fx.GraphModule) -> fx.GraphModule:
     return unrolled(integer) if bodies(integer.graph) else integer
 
 
-def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
-    model, quicker = None, ", which runs anywhere; onnxruntime runs 'fast' faster on processors with VNNI"
-    if has_kernels(integer):
-        quicker = ""
+def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names, runtime: str | None = None) -> onnx.ModelProto:
+    """Return the model in style "fast" where that runtime has its kernels and they are exact, else in style "exact"."""
+    model, here = None, runtime == RUNTIME_NAMES[0]
+    if here or (runtime is None and has_kernels(integer)):
         try:
-            model = write_fast(written_out(integer), io, opset, names, plain=True)
+            model = write_fast(written_out(integer), io, opset, names, plain=not here)
         except ExportError as error:  # the model differs as a whole, or nothing can be written, which the exact style reports as well
             logger.warning("style 'auto': 'fast' cannot be used: %s", error.because)
-    logger.info("style 'auto': written in style '%s'%s", "exact" if model is None else "fast", quicker)
+    style, where = "exact" if model is None else "fast", runtime or ("any runtime" if model is None else RUNTIME_NAMES[0])
+    logger.info("style 'auto': written in style '%s', for %s, where no style with equal bits is faster", style, where)
     return _exact(integer, io, opset, names) if model is None else model
 
 
@@ -364,7 +366,7 @@ def _qdq(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.Mod
 
 
 STYLES = {
-    "auto": Style(_auto, "'fast' where that is exact here without options of a session, else 'exact'"),
+    "auto": Style(_auto, "the fastest with equal bits: 'fast' where that is exact without options of a session, else 'exact'"),
     "exact": Style(_exact, "integers in standard operators, with equal bits wherever these are computed as ONNX defines"),
     "fast": Style(_fast, "kernels of 8 bits, with equal bits in onnxruntime as its metadata says"),
     "qdq": Style(_qdq, "floats between QuantizeLinear and DequantizeLinear, whose bits differ", range(11, 22), 17, False),
@@ -379,7 +381,9 @@ def export_integer(integer: fx.GraphModule, path: str | os.PathLike[str], style:
     if options.functions and style != "exact":
         remedy = "pass style='exact' as well, or leave functions out"
         raise ConfigurationError(f"functions cannot be written in style {style!r}", because="only 'exact' has them", remedy=remedy)
+    check_choice("runtime", options.runtime, [None, RUNTIME_NAMES[0], *OTHER_RUNTIMES])
     write = partial(_exact, functions=True) if options.functions else STYLES[style].write
+    write = partial(_auto, runtime=options.runtime) if style == "auto" else write
     model = with_layouts(write(integer, io, version, (options.input_names, options.output_names)), options.layouts, integer)
     save_models({Path(path).name: model}, Path(path).parent, options.external_data)
     return Path(path)
