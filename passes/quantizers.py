@@ -121,6 +121,9 @@ def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, co
     It has separate statistics, so setting the output's scale does not change it; `freeze` stops both.
     """
     config: ActivationConfig = result_config(node)
+    decision, layer = decide(node), facts.matched_rules(node)[0][0][1]
+    if decision.layer != decision.output and layer is not None and layer.output.fixed_scale is not None:
+        config = layer.output  # the scale that was given for the layer alone
     if config.dtype == "int32":
         residual = facts.annotation(arguments["residual"])
         assert residual is not None

@@ -229,13 +229,9 @@ def test_maxima_are_of_bytes_where_a_convolution_leaves_the_pixels_together(name
 # ---- products of two tensors of bytes as one kernel ------------------------------------------------------------------
 # Multiplier, zero points of both operands and of the result: small and large, powers of two with ties, and such as saturate.
 GATES = {
-    "a gate": (0.0043219, 128, 128, 128),
-    "affine": (0.00712771, 3, 0, 17),
-    "odd zero point": (0.0371313, 128, 0, 129),
-    "saturating": (0.9013771, 128, 128, 128),
-    "small": (3.1337e-5, 0, 0, 0),
-    "a power of two, even zero point": (2.0**-7, 128, 0, 128),
-}
+    "a gate": (0.0043219, 128, 128, 128), "affine": (0.00712771, 3, 0, 17), "odd zero point": (0.0371313, 128, 0, 129),
+    "saturating": (0.9013771, 128, 128, 128), "small": (3.1337e-5, 0, 0, 0), "a power of two, even zero point": (2.0**-7, 128, 0, 128),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GATES)

@@ -25,16 +25,11 @@ class Outputs(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         read, squashed = self.read(x), torch.sigmoid(self.squashed(x))
         return {
-            "image": x + self.image(x),
-            "limited": F.relu6(self.limited(x)),
-            "read": read,
-            "squashed": squashed,
-            "after": self.after(torch.cat([read, squashed], 1).mean((2, 3))),
-            "twice": self.twice(self.twice(x)),
-            "moved": self.moved(x).permute(0, 2, 3, 1).reshape(x.shape[0], -1),
-            "float": torch.fft.fft(self.moved(x)).real,
+            "image": x + self.image(x), "limited": F.relu6(self.limited(x)), "read": read, "squashed": squashed,
+            "after": self.after(torch.cat([read, squashed], 1).mean((2, 3))), "twice": self.twice(self.twice(x)),
+            "moved": self.moved(x).permute(0, 2, 3, 1).reshape(x.shape[0], -1), "float": torch.fft.fft(self.moved(x)).real,
             "parts": torch.cat([self.boxes(x), self.scores(x)], 1),
-        }
+        }  # fmt: skip
 
 
 SUMS = {"image", "after", "twice_1", "moved", "moved_1", "boxes", "scores"}
