@@ -62,7 +62,8 @@ class Outcome:
         table.add_row("style of the ONNX file, and runtime", f"{self.style}, {self.runtime}")
         table.add_row("session options of onnxruntime on x86 without VNNI", self.without_vnni)
         slower = ": SLOWER than float here" if self.speed is not None and self.speed < 1 else ""
-        speed = "not measured, as --measure does" if self.speed is None else f"{self.speed:.2f} × float{slower}"
+        likely = "SLOWER than float: it has its products, and more passes" if self.style == "exact" else "not measured"
+        speed = f"{likely} (--measure)" if self.speed is None else f"{self.speed:.2f} × float{slower}"
         table.add_row("speed in onnxruntime, one thread", speed, end_section=True)
         for name, size in self.files.items():
             table.add_row(name, f"{size:,} bytes")
