@@ -226,9 +226,7 @@ class WeightQuantizer(torch.nn.Module):
         keep          whether a learned scale that has not started yet starts from this weight
         by_threshold  whether scales are a float32 threshold over 127: see `Arithmetic.float32_steps`
         """
-        if self.pairs:
-            fitting = grids.least_scale_for_pairs(weight)
-            least = fitting if least is None else torch.maximum(fitting, least)
+        least = grids.least_scale_for_pairs(weight, least) if self.pairs else least
         scale, own = self._raised(self._scale(weight, gain, keep), least, by_threshold)
         integers = self._rounded(weight, scale, own, gain)
         return QuantizedWeight(integers, scale, own, grids.accumulator_bound(integers, None, 0, 1))
@@ -237,11 +235,13 @@ class WeightQuantizer(torch.nn.Module):
         self, weight: Tensor, gain: Tensor | None, least: Tensor | None = None, by_threshold: bool = False
     ) -> QuantizedWeight | None:
         """Return the `integers` of weight · gain by two fused kernels; None if the weight quantizer needs other kernels."""
-        simple = self.learned is None and self.p is None and self.coverage is None and type(self.rounding) is Nearest and not self.pairs
+        simple = self.learned is None and self.p is None and self.coverage is None and type(self.rounding) is Nearest
         if not simple or not fused_layers.admitted(weight, gain) or weight.numel() == 0:
             return None
         largest = fused_layers.largest(weight, gain)
         largest = largest if self.per_channel else largest.max().reshape(1)
+        if self.pairs:
+            least = grids.least_scale_for_pairs(weight if gain is None else weight * gain.reshape(-1, *[1] * (weight.dim() - 1)), least)
         scale, own = self._raised(grids.scale_from_range(-largest, largest, self.dtype), least, by_threshold)
         each = scale if scale.numel() == len(weight) else scale.expand(len(weight))
         integers, total = fused_layers.whole(weight, gain, each, self.dtype.low, self.dtype.high)
