@@ -263,10 +263,10 @@ def largest_pairs(weight: Tensor) -> Tensor:
     return torch.maximum(pairs.clamp_min(0).sum(2), pairs.clamp_max(0).sum(2).neg()).amax(1)
 
 
-def least_scale_for_pairs(weight: Tensor, least: Tensor | None) -> Tensor:
-    """Return the scales (C,), at least `least`, with which `largest_pairs` of integers fit, each of them less than 1 from its number."""
+def scale_for_pairs(weight: Tensor, scale: Tensor) -> Tensor:
+    """Return the scales, (C,) or (1,), raised so that `largest_pairs` of integers fit, each integer less than 1 from its number."""
     fitting = largest_pairs(weight) / torch.tensor(LARGEST_PAIR - 1, dtype=torch.float32, device=weight.device)
-    return fitting if least is None else torch.maximum(fitting, least)
+    return torch.maximum(scale, fitting if scale.numel() > 1 else fitting.max())
 
 
 def least_error_scale(weight: Tensor, axis: int | None, dtype: IntType, p: float = 2.0, power_of_two: bool = False) -> Tensor:

@@ -226,8 +226,9 @@ class WeightQuantizer(torch.nn.Module):
         keep          whether a learned scale that has not started yet starts from this weight
         by_threshold  whether scales are a float32 threshold over 127: see `Arithmetic.float32_steps`
         """
-        least = grids.least_scale_for_pairs(weight, least) if self.pairs else least
-        scale, own = self._raised(self._scale(weight, gain, keep), least, by_threshold)
+        chosen = self._scale(weight, gain, keep)
+        chosen = grids.scale_for_pairs(weight, chosen) if self.pairs else chosen
+        scale, own = self._raised(chosen, least, by_threshold)
         integers = self._rounded(weight, scale, own, gain)
         return QuantizedWeight(integers, scale, own, grids.accumulator_bound(integers, None, 0, 1))
 
@@ -240,9 +241,10 @@ class WeightQuantizer(torch.nn.Module):
             return None
         largest = fused_layers.largest(weight, gain)
         largest = largest if self.per_channel else largest.max().reshape(1)
+        chosen = grids.scale_from_range(-largest, largest, self.dtype)
         if self.pairs:
-            least = grids.least_scale_for_pairs(weight if gain is None else weight * gain.reshape(-1, *[1] * (weight.dim() - 1)), least)
-        scale, own = self._raised(grids.scale_from_range(-largest, largest, self.dtype), least, by_threshold)
+            chosen = grids.scale_for_pairs(weight if gain is None else weight * gain.reshape(-1, *[1] * (weight.dim() - 1)), chosen)
+        scale, own = self._raised(chosen, least, by_threshold)
         each = scale if scale.numel() == len(weight) else scale.expand(len(weight))
         integers, total = fused_layers.whole(weight, gain, each, self.dtype.low, self.dtype.high)
         return QuantizedWeight(integers, scale, own, total)
