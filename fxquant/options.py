@@ -50,6 +50,9 @@ class Options:
     integer_tail     whether functions that saturate between last layers and outputs, as a softmax, a sigmoid or a tanh, are integer. False:
                      float functions of the layers' sums; on a chip up to 65,536 elements for each item, by its processor. None: True on
                      a chip, and False on other targets
+    without_vnni     whether weights have scales so large that onnxruntime's kernels for x86 processors without VNNI are exact, which add
+                     two products in 16 bits: at most twice those of 8 bits, for each channel as little as its weights need. None: on such
+                     a processor, for the target x86
     passes           the user's own passes: {"canonical.rewrite": fuse} runs `fuse(graph_module, context)`, or several functions in order,
                      right after that pass. Each rewrites the graph in place and returns how many changes it made
     debug, dump      how much is printed (0 to 3), and the folder for the graph after each pass; None: FXQUANT_DEBUG and FXQUANT_DUMP
@@ -85,6 +88,7 @@ class Options:
     batch_norm: str = "live"
     adapt: bool = False
     integer_tail: bool | None = None
+    without_vnni: bool | None = None
     passes: Mapping[str, Any] | None = None
     debug: int | None = None
     dump: str | os.PathLike[str] | None = None

@@ -88,6 +88,7 @@ class Target:
     recurrent names the dtypes that the tensors inside of its recurrences may have besides.
     normalizes_items is whether norms first bring the items of a batch to one magnitude, by operators that it runs on 16 bits.
     roofline holds the peak rates of its chip, for `fxq.estimate`; None if they are those of the machine.
+    pairs is whether onnxruntime's kernels may add products for it two by two, in 16 bits: on x86 processors without VNNI.
     compiler names the program of the chip's vendor whose programs compute its integers, for `export_horizon`; None if there is none.
     """
 
@@ -106,6 +107,7 @@ class Target:
     dynamic: bool = False
     normalizes_items: bool = True
     recurrent: tuple[str, ...] = ()
+    pairs: bool = False
     compiler: str | None = None
 
     def __post_init__(self) -> None:

@@ -16,19 +16,8 @@ from torch import fx
 
 from fxquant.ir.graph import TensorFact, absorb, fact, inherit, is_parameter, refusal, set_fact
 from fxquant.ops import Trait, calls, operator_of
-from fxquant.ops.attention.softmax import (
-    ABSORBING,
-    Hiding,
-    added,
-    far_below,
-    kept,
-    level_of,
-    masked_softmax,
-    may_hide,
-    parts_of,
-    softmax,
-    terms_of,
-)
+from fxquant.ops.attention import softmax as masking
+from fxquant.ops.attention.softmax import Hiding, added, far_below, kept, level_of, masked_softmax, may_hide, parts_of, softmax, terms_of
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.elementwise.arithmetic import add, div, sub
 from fxquant.ops.elementwise.comparison import where
@@ -90,7 +79,7 @@ class Search:
 
     def _empty(self) -> tuple[str, fx.Node | None]:
         """Return `empty` and `otherwise` of `masked_softmax`; "zeros" if a completely hidden row is NaN in PyTorch."""
-        if len(self.keeps) == 2 and self.levels[0] == self.levels[1] and (self.levels[0] or 0.0) <= ABSORBING:
+        if len(self.keeps) == 2 and self.levels[0] == self.levels[1] and (self.levels[0] or 0.0) <= masking.ABSORBING:
             return "equal", self.build.host(torch.logical_or, *self.keeps)
         kind = next((kind for kind in ("zeros", "equal", "whole") if kind in self.empty), "zeros")
         return kind, self.otherwise if len(self.keeps) == 1 else None

@@ -13,7 +13,7 @@ from fxquant.ir import graph as facts
 from fxquant.ir.graph import Annotation, BatchDim
 from fxquant.ir.model import FROZEN_NORMS, KEPT_IN_EVAL, free_name
 from fxquant.lowering.lowering import cannot_be_integers, first_not_finite, named_parameters
-from fxquant.numerics.grids import EVERYTHING
+from fxquant.numerics.grids import EVERYTHING, WEIGHT_INT8, IntType
 from fxquant.ops import Operator, Own, Trait, demand, map_operands, operator_of, read_nodes, shares
 from fxquant.ops.core.composite import DEQUANTIZE
 from fxquant.passes.rewriting import decide, result_config
@@ -121,6 +121,9 @@ def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, co
     It has separate statistics, so setting the output's scale does not change it; `freeze` stops both.
     """
     config: ActivationConfig = result_config(node)
+    decision, layer = decide(node), facts.matched_rules(node)[0][0][1]
+    if decision.layer != decision.output and layer is not None and layer.output.fixed_scale is not None:
+        config = layer.output  # the scale that was given for the layer alone
     if config.dtype == "int32":
         residual = facts.annotation(arguments["residual"])
         assert residual is not None
@@ -147,7 +150,18 @@ def _weight_quantizer(
         learned=WeightScale(len(weight) if per_channel else 1, method) if weight is not None and method is not None else None,
         rounding=None if weight is None else config.rounding(tuple(weight.shape)),
         p=None if weight is None else config.p,
+        pairs=bool(context.options.without_vnni) and weight is not None and _pairs(operator, weight, arguments, config.type),
     )
+
+
+# `fxquant.backends.onnx.writer` says which kernels add products in pairs: none for a depthwise convolution, or a transposed one.
+_IN_PAIRS = frozenset({Trait.OUTPUTS_FIRST, Trait.MATRIX_PRODUCT, Trait.DYNAMIC})
+
+
+def _pairs(operator: Operator, weight: Tensor, arguments: dict[str, Any], dtype: IntType) -> bool:
+    """Return whether onnxruntime's kernels may add products of a weight (C, …) in pairs."""
+    depthwise = weight.dim() > 2 and weight.shape[1] == 1 and arguments["groups"] == len(weight)
+    return dtype == WEIGHT_INT8 and bool(operator.traits & _IN_PAIRS) and weight.dim() > 1 and weight.numel() > 0 and not depthwise
 
 
 def _factors(node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> ChannelFactors | None:

@@ -25,7 +25,7 @@ ARM = "ARM processors: one weight scale for each layer"
 
 _processor = partial(Target, default_activation="uint8", dynamic=True, recurrent=("int16",))
 TARGETS = (
-    _processor("x86", X86, REAL, ACTIVATIONS, WEIGHTS, aliases=("fbgemm", "onednn", "xnnpack")),
+    _processor("x86", X86, REAL, ACTIVATIONS, WEIGHTS, aliases=("fbgemm", "onednn", "xnnpack"), pairs=True),
     _processor("qnnpack", ARM, REAL, ACTIVATIONS, WEIGHTS, per_channel_weights=False),
 )
 

@@ -19,8 +19,8 @@ from fxquant.backends.onnx.fast_parts import plain
 from fxquant.backends.onnx.float_export import LARGEST_DEVIATION, apart, random_value
 from fxquant.backends.onnx.metadata import PRECISE, with_layouts
 from fxquant.backends.onnx.qdq import QdqWriter
-from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, Runner, open_file
-from fxquant.backends.onnx.writer import TYPES, Writer, has_kernels, value_info
+from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, OTHER_RUNTIMES, RUNTIME_NAMES, RUNTIMES, Runner, adds_pairs, open_file
+from fxquant.backends.onnx.writer import TYPES, Writer, has_kernels, pairs_fit, value_info
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import BATCH_SIZES, by_name, fact, resolve
 from fxquant.ir.integer import qparams
@@ -52,21 +52,14 @@ def write_fast(integer: fx.GraphModule, io: str, opset: int, names: Names, *, pl
     """
     if not has_kernels(integer):
         return _write_sums(integer, io, opset, names)
-    settings: dict[str, str] = {}
     writer = FastWriter(integer, io, opset)
-    looked_up = [node.name for node in writer.kernels() if writer.computes(node) and not _kernel_is_exact(integer, node, opset, settings)]
+    inexact = [node for node in writer.kernels() if not _kernel_is_exact(integer, node, opset)]
     kernels = [node for node in writer.kernels() if not writer.computes(node)]
-    refused = [node for node in kernels if not _kernel_is_exact(integer, node, opset, settings)]
+    refused = [node.name for node in inexact if node in kernels]
     if plain and (refused or not kernels):
         return None
-    if refused:
-        settings = PRECISE
-        refused = [node for node in kernels if not _kernel_is_exact(integer, node, opset, settings)]
-        logger.warning("style 'fast': onnxruntime needs the session options %s for exact kernels here", settings)
-    _tell(integer, [node.name for node in refused], len(kernels))
-    exact = [*looked_up, *(node.name for node in refused)]
-    sessions = [settings] if settings is PRECISE else [settings, PRECISE]
-    return _compared(integer, lambda io: FastWriter(integer, io, opset, exact, settings), io, names, sessions)
+    _tell(integer, refused, len(kernels))
+    return _compared(integer, lambda io: FastWriter(integer, io, opset, [node.name for node in inexact]), io, names)
 
 
 def _write_sums(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
@@ -96,21 +89,17 @@ def _write_sums(integer: fx.GraphModule, io: str, opset: int, names: Names) -> o
             integer.meta["target"].name,
             LEAST_PRODUCTS,
         )
-    return _compared(integer, lambda io: SumsWriter(integer, io, opset, refused), io, names, [{}, PRECISE])
+    return _compared(integer, lambda io: SumsWriter(integer, io, opset, refused), io, names)
 
 
-def _compared(
-    integer: fx.GraphModule, writer: Callable[[str], Writer], io: str, names: Names, sessions: Sequence[Mapping[str, str]]
-) -> onnx.ModelProto:
+def _compared(integer: fx.GraphModule, writer: Callable[[str], Writer], io: str, names: Names) -> onnx.ModelProto:
     """Return the model that a writer for an `io` writes, after its form with float inputs and outputs was compared as a whole."""
     model = writer(io).write(*names)
-    _check_whole(integer, writer("float").write(None, None) if io == "integer" else model, sessions)
+    _check_whole(integer, writer("float").write(None, None) if io == "integer" else model)
     return model
 
 
-def _run(
-    model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Mapping[str, str], runtime: str = MEASURED_RUNTIMES[0]
-) -> dict[str, Tensor]:
+def _run(model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Mapping[str, str], runtime: str) -> dict[str, Tensor]:
     level, threads = next((level, threads) for name, level, threads in RUNTIMES if name == runtime)
     return Runner(model, level, threads, None, settings)(feeds)
 
@@ -145,24 +134,24 @@ def _any_range(operand: fx.Node, images: int, generator: torch.Generator) -> Ten
     return of_any_range(fact(operand).at(images), generator)
 
 
-def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settings: Mapping[str, str]) -> bool:
+def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
     """Return whether one kernel, alone, gives PyTorch's values for operands of the whole range."""
     if node.target is dynamic_linear:
-        return _is_exact(FastWriter(integer, "float", opset), node, (), _any_range, settings)
+        return _is_exact(FastWriter(integer, "float", opset), node, (), _any_range)
     writer = FastWriter(integer, "integer", opset)
-    return _is_exact(writer, node, writer.parts_of(node), _every_byte if node.target is lookup else _whole_range, settings)
+    return _is_exact(writer, node, writer.parts_of(node), _every_byte if node.target is lookup else _whole_range)
 
 
 def _sum_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool | None:
     """Return the same of a layer as a sum of products of bytes; None if onnxruntime does not run it."""
     try:
-        return _is_exact(SumsWriter(integer, "integer", opset), node, (), _whole_range, {})
+        return _is_exact(SumsWriter(integer, "integer", opset), node, (), _whole_range)
     except ExportError as error:  # before 1.24 onnxruntime has no ConvInteger of int8
         logger.debug("%s: %s", node.name, error.because)
         return None
 
 
-def _is_exact(writer: Writer, node: fx.Node, parts: Sequence[fx.Node], draw: Draw, settings: Mapping[str, str]) -> bool:
+def _is_exact(writer: Writer, node: fx.Node, parts: Sequence[fx.Node], draw: Draw) -> bool:
     """Return whether onnxruntime, for a file of the node and its parts and for random operands, computes PyTorch's values."""
     operands = dict.fromkeys(plain(read) for part in (*parts, node) for read in part.all_input_nodes)
     constants = {each: resolve(writer.integer, str(each.target)).detach().cpu() for each in operands if each.op == "get_attr"}
@@ -180,8 +169,8 @@ def _is_exact(writer: Writer, node: fx.Node, parts: Sequence[fx.Node], draw: Dra
     graph = helper.make_graph(e.nodes, "kernel", inputs, outputs, e.initializers)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", writer.opset)], ir_version=10)
     expected = writer.stored(node, evaluate(writer.integer, Match(node, (node,), ()), {**constants, **drawn})[0]).to(e.dtype(result))
-    # Without VNNI it may be that only one of the runtimes saturates.
-    return all(torch.equal(_run(model, fed, settings, runtime)[result], expected) for runtime in MEASURED_RUNTIMES)
+    # Without VNNI it may be that only one of the runtimes saturates; session options help those alone that optimise.
+    return all(torch.equal(_run(model, fed, {}, runtime)[result], expected) for runtime in MEASURED_RUNTIMES)
 
 
 def _tell(integer: fx.GraphModule, refused: Sequence[str], count: int) -> None:
@@ -190,11 +179,11 @@ def _tell(integer: fx.GraphModule, refused: Sequence[str], count: int) -> None:
     disagreed(integer, "onnxruntime's kernel", [f"%{name}" for name in refused], because, "they are written as in style 'exact'")
 
 
-def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto, sessions: Sequence[Mapping[str, str]]) -> None:
-    """Raise ExportError if the file's outputs for random inputs differ from the integer graph's, under any of the session options."""
+def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto) -> None:
+    """Raise ExportError if the file's outputs for random inputs differ from the integer graph's, with `PRECISE` or without."""
     if float_nodes(integer):
         return  # rounding of host operators differs; the kernels were compared one by one
-    for settings in sessions:
+    for settings in ({}, PRECISE):
         for name, actual, expected in results_of(integer, model, settings):
             if not torch.equal(actual, expected):
                 raise ExportError(
@@ -212,7 +201,7 @@ def results_of(graph: fx.GraphModule, model: onnx.ModelProto, settings: Mapping[
     device = next((buffer.device for buffer in graph.buffers()), torch.device("cpu"))
     with torch.no_grad():
         results = pytree.tree_leaves(graph(**by_name(graph, [value.to(device) for value in inputs])))
-    outputs = _run(model, dict(zip((info.name for info in model.graph.input), inputs, strict=True)), settings)
+    outputs = _run(model, dict(zip((info.name for info in model.graph.input), inputs, strict=True)), settings, MEASURED_RUNTIMES[0])
     for info, value in zip(model.graph.output, [value.cpu() for value in results if isinstance(value, Tensor)], strict=True):
         yield info.name, outputs[info.name], value
 
@@ -252,6 +241,7 @@ class FileOptions:
     external_data: bool | None = None
     layouts: Mapping[str, str] | None = None
     functions: bool = False
+    runtime: str | None = None
 
 
 def save_models(
@@ -326,15 +316,16 @@ def written_out(integer: fx.GraphModule) -> fx.GraphModule:
     return unrolled(integer) if bodies(integer.graph) else integer
 
 
-def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
-    model, quicker = None, ", which runs anywhere; onnxruntime runs 'fast' faster on processors with VNNI"
-    if has_kernels(integer):
-        quicker = ""
+def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names, runtime: str | None = None) -> onnx.ModelProto:
+    """Return the model in style "fast" where that runtime has its kernels and they are exact, else in style "exact"."""
+    model, here = None, runtime == RUNTIME_NAMES[0]
+    if here or (runtime is None and has_kernels(integer)):
         try:
-            model = write_fast(written_out(integer), io, opset, names, plain=True)
+            model = write_fast(written_out(integer), io, opset, names, plain=not here)
         except ExportError as error:  # the model differs as a whole, or nothing can be written, which the exact style reports as well
             logger.warning("style 'auto': 'fast' cannot be used: %s", error.because)
-    logger.info("style 'auto': written in style '%s'%s", "exact" if model is None else "fast", quicker)
+    style, where = "exact" if model is None else "fast", runtime or ("any runtime" if model is None else RUNTIME_NAMES[0])
+    logger.info("style 'auto': written in style '%s', for %s, where no style with equal bits is faster", style, where)
     return _exact(integer, io, opset, names) if model is None else model
 
 
@@ -364,11 +355,18 @@ def _qdq(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.Mod
             len(writer.in_floats),
             ", ".join(f"%{node.name}" for node in writer.in_floats[:4]),
         )
-    return writer.write(*names)
+    model = writer.write(*names)
+    if adds_pairs() and not pairs_fit(writer.emitter):
+        logger.warning(
+            "style 'qdq': onnxruntime's kernels saturate on this processor, which costs the outputs decibels; they do not with the session"
+            " options %s, nor by default where the model was prepared with fxq.Options(without_vnni=True)",
+            PRECISE,
+        )
+    return model
 
 
 STYLES = {
-    "auto": Style(_auto, "'fast' where that is exact here without options of a session, else 'exact'"),
+    "auto": Style(_auto, "the fastest with equal bits: 'fast' where that is exact without options of a session, else 'exact'"),
     "exact": Style(_exact, "integers in standard operators, with equal bits wherever these are computed as ONNX defines"),
     "fast": Style(_fast, "kernels of 8 bits, with equal bits in onnxruntime as its metadata says"),
     "qdq": Style(_qdq, "floats between QuantizeLinear and DequantizeLinear, whose bits differ", range(11, 22), 17, False),
@@ -383,7 +381,9 @@ def export_integer(integer: fx.GraphModule, path: str | os.PathLike[str], style:
     if options.functions and style != "exact":
         remedy = "pass style='exact' as well, or leave functions out"
         raise ConfigurationError(f"functions cannot be written in style {style!r}", because="only 'exact' has them", remedy=remedy)
+    check_choice("runtime", options.runtime, [None, RUNTIME_NAMES[0], *OTHER_RUNTIMES])
     write = partial(_exact, functions=True) if options.functions else STYLES[style].write
+    write = partial(_auto, runtime=options.runtime) if style == "auto" else write
     model = with_layouts(write(integer, io, version, (options.input_names, options.output_names)), options.layouts, integer)
     save_models({Path(path).name: model}, Path(path).parent, options.external_data)
     return Path(path)

@@ -8,7 +8,7 @@ others are as in style "exact", on centred integers.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import onnx
@@ -17,7 +17,6 @@ from torch import Tensor, fx
 
 from fxquant.backends.onnx import fast_parts
 from fxquant.backends.onnx.fast_parts import EIGHT_BITS, ZERO_POINT, Placed, divisor, is_8_bits, parts_of, plain, stored_zero_point
-from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Emitter, Writer, value_info
 from fxquant.ir.graph import fact
 from fxquant.numerics.grids import BOUNDARY_LIMIT, power_of_two
@@ -37,20 +36,13 @@ SHIFTED = [
 
 
 class FastWriter(Writer):
-    """Writes an integer graph in one traversal.
+    """Writes an integer graph in one traversal. `refused` names the requantizations that must not be part of an integer kernel."""
 
-    `refused` names the requantizations that must not be part of an integer kernel; `settings` are the session
-    options without which the kernels are not exact on this machine.
-    """
+    style, in_bytes = "fast", True
 
-    style = "fast"
-
-    def __init__(
-        self, integer: fx.GraphModule, io: str, opset: int, refused: Collection[str] = (), settings: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, integer: fx.GraphModule, io: str, opset: int, refused: Collection[str] = ()) -> None:
         super().__init__(integer, io, opset)
         self.refused = refused
-        self.settings = settings or {}
         self.converted: dict[tuple[str, torch.dtype], str] = {}
         self.functions = {node for node in integer.graph.nodes if fast_parts.computes(integer, node, opset)}
         self.parts = {part for node in integer.graph.nodes for part in self.parts_of(node)}
@@ -71,8 +63,7 @@ class FastWriter(Writer):
         computed = [node.name for node in self.kernels() if self.computes(node)]
         integer = [node.name for node in self.kernels() if not self.computes(node)]
         kernels = {"integer": integer, "computed": computed, "refused": list(self.refused)}
-        options = {"session_options": dict(self.settings), "session_options_without_vnni": PRECISE, "relies_on_vnni": False}
-        return {**super().metadata(outputs), **options, "kernels": kernels}
+        return {**super().metadata(outputs), "kernels": kernels}
 
     def zero_point(self, node: fx.Node, name: str) -> int:
         return stored_zero_point(node) if self.emitter.types[name] == torch.uint8 else 0
@@ -362,7 +353,7 @@ LEAST_CHANNELS = 4  # of an image: the bytes under a window are gathered slowly 
 class SumsWriter(Writer):
     """Writes an integer graph in one traversal. `refused` names the layers that must not be integer kernels."""
 
-    style = "fast"
+    style, in_bytes = "fast", True
 
     def __init__(self, integer: fx.GraphModule, io: str, opset: int, refused: Collection[str] = ()) -> None:
         super().__init__(integer, io, opset)
@@ -396,11 +387,9 @@ class SumsWriter(Writer):
 
     def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
         kernels = {"integer": [node.name for node in self.kernels()], "computed": [], "refused": list(self.refused)}
-        options = {"session_options_without_vnni": PRECISE, "relies_on_vnni": self.relies_on_vnni()}
-        return {**super().metadata(outputs), **options, "kernels": kernels}
+        return {**super().metadata(outputs), "kernels": kernels}
 
     def relies_on_vnni(self) -> bool:
-        """Return whether x86 processors without VNNI compute other results, whatever the session's options."""
         return any(role_of(node.target) is Role.CONVOLUTION for node in self.kernels())
 
     def emit(self, node: fx.Node, record: Primitive) -> str | None:

@@ -26,20 +26,9 @@ from torch import Tensor, fx
 from fxquant.backends.onnx.direct import Direct, Plan, is_size, replacement
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner, values_read
 from fxquant.errors import ExportError
+from fxquant.ir import graph as facts
 from fxquant.ir import loops
-from fxquant.ir.graph import (
-    BATCH_SIZES,
-    POINTS,
-    BatchDim,
-    TensorFact,
-    at_point,
-    attach,
-    fact,
-    is_python,
-    nodes_in,
-    resolve,
-    varies_beyond_batch,
-)  # fmt: skip
+from fxquant.ir.graph import BATCH_SIZES, POINTS, BatchDim, TensorFact, at_point, attach, fact, is_python, nodes_in, resolve
 from fxquant.ir.integer import qparams
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.primitives import PRIMITIVES
@@ -248,7 +237,7 @@ class FloatRegions:
                 return older
             if opset_of(model) == self.opset:
                 raise ValueError(f"its form in opset {self.opset} does not compute the same")
-        if any(map(varies_beyond_batch, inputs)) and not agrees(model, part, inputs, POINTS[-1]):
+        if any(map(facts.varies_beyond_batch, inputs)) and not agrees(model, part, inputs, POINTS[-1]):
             raise ValueError("its form does not compute the same for other sizes than the example's; fix these with fxq.at_sizes")
         return model
 

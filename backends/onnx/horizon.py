@@ -152,7 +152,7 @@ class HorizonWriter(QdqWriter):
     """Writes the operators of an integer graph in one traversal. A quantized tensor is represented by its float value."""
 
     style = "horizon"
-    without_vnni: Mapping[str, Any] = {}
+    in_bytes = False
     renames = False
     calls = HorizonCall
 

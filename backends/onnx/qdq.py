@@ -8,13 +8,12 @@ tensors keep their names. The results differ from those of the integer graph: fl
 choose other kernels. Below opset 21, whose QuantizeLinear is the first with int16, int16 tensors are integers in float32.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, operation, origin, qparams
@@ -33,7 +32,7 @@ class QdqWriter(Writer):
 
     style = "qdq"
     calls = Call
-    without_vnni: Mapping[str, Any] = {"session_options_without_vnni": PRECISE, "relies_on_vnni": False}
+    in_bytes = True
 
     def __init__(self, integer: fx.GraphModule, io: str, opset: int) -> None:
         integer = unrolled(integer)

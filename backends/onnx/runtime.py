@@ -47,6 +47,17 @@ def open_file(path: Path) -> None:
     onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
+@functools.cache
+def adds_pairs() -> bool:
+    """Return whether onnxruntime adds products of bytes two by two here, in 16 bits, which saturate: on x86 processors without VNNI."""
+    types = onnx.TensorProto.UINT8, onnx.TensorProto.INT32
+    input, output = (helper.make_tensor_value_info(name, kind, [1, 2]) for name, kind in zip("xy", types, strict=True))
+    weight = numpy_helper.from_array(np.full((2, 2), 127, np.int8), "w")
+    graph = helper.make_graph([helper.make_node("MatMulInteger", ["x", "w"], ["y"])], "pairs", [input], [output], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return int(Runner(model, *RUNTIMES[0][1:])({"x": torch.full((1, 2), 255, dtype=torch.uint8)})["y"][0, 0]) != 2 * 255 * 127
+
+
 # ---- runtimes of other packages, with the settings that keep bits ---------------------------------------------------
 def shortest_runs(paths: Sequence[Path], batch: Mapping[str, Tensor]) -> list[float]:
     """Return the seconds of the shortest of `RUNS` runs of each file in onnxruntime, in turn, on one thread."""

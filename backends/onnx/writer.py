@@ -18,13 +18,14 @@ from torch import Tensor, fx
 from fxquant.analysis.recording import returned
 from fxquant.backends.onnx.float_export import FloatRegions, rename_values
 from fxquant.backends.onnx.loops import Loop
-from fxquant.backends.onnx.metadata import write_metadata
+from fxquant.backends.onnx.metadata import PRECISE, write_metadata
 from fxquant.backends.onnx.runtime import keep
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir import loops
 from fxquant.ir.graph import Size, TensorFact, annotation, fact, fused, resolve, sizes_of_input
 from fxquant.ir.integer import channel_exponents, qparams, zero_point
-from fxquant.numerics.grids import PLAIN_TYPES
+from fxquant.numerics.grids import LARGEST_PAIR, PLAIN_TYPES, largest_pairs
+from fxquant.ops.core.form import PER_CHANNEL_OPSET
 from fxquant.primitives import PRIMITIVES, Primitive, Role, role_of
 from fxquant.primitives.quantization import dequantize, quantize, requantize_real
 from fxquant.version import __version__
@@ -192,6 +193,37 @@ def value_info(
     return helper.make_tensor_value_info(name, TYPES[dtype], dims)
 
 
+# ---- Products that onnxruntime adds in 16 bits -----------------------------------------------------------------------
+#
+# On x86 processors with AVX2 or AVX-512 and without VNNI, its kernels for uint8 and int8 (MLAS, QgemmU8S8KernelAvx2 and its like of 1.21 to
+# 1.32) begin with vpmaddubsw: products 2j and 2j + 1 of a row are added in 16 bits, which saturate. A row of a convolution is a window with
+# its channels last. A depthwise one with as many results as channels has kernels of its own, which are exact, as are int8 times int8 and
+# uint8 times uint8. Of an int8 operand between QuantizeLinear and DequantizeLinear the optimiser makes uint8.
+_REAL = {"Conv": 1, "Gemm": 1, "MatMul": 1}  # by operator, the index of the second factor
+_FACTOR = {**_REAL, "MatMulInteger": 1, "QLinearConv": 3, "QLinearMatMul": 3}
+
+
+def pairs_fit(e: Emitter) -> bool:
+    """Return whether no two products of integer weights among an emitter's nodes can exceed 16 bits together, whatever the operands are."""
+    stored = {tensor.name: tensor for tensor in e.initializers if tensor.data_type == TensorProto.INT8}
+    real = {node.output[0]: node.input[0] for node in e.nodes if node.op_type == "DequantizeLinear"}
+    factors = [(node, node.input[_FACTOR[node.op_type]]) for node in e.nodes if node.op_type in _FACTOR]
+    read = [(node, real.get(factor, "") if node.op_type in _REAL else factor) for node, factor in factors]
+    activations = any(name and name not in stored and e.dtype(name) == torch.int8 for _, name in read)
+    # Below opset 13 weights are floats, of which onnxruntime makes integers.
+    return e.opset >= PER_CHANNEL_OPSET and not activations and all(_fits(node, stored[name]) for node, name in read if name in stored)
+
+
+def _fits(node: onnx.NodeProto, stored: onnx.TensorProto) -> bool:
+    weight = torch.from_numpy(numpy_helper.to_array(stored).astype(np.int16))
+    settings = {attribute.name: attribute.i for attribute in node.attribute}
+    if not weight.numel() or ("Conv" in node.op_type and weight.shape[1] == 1 and settings.get("group") == len(weight)):
+        return True
+    rows = weight if "Conv" in node.op_type or settings.get("transB") else weight.movedim(-2, -1).flatten(0, -2)
+    return int(largest_pairs(rows).max()) <= LARGEST_PAIR
+
+
+# ---- The writer ------------------------------------------------------------------------------------------------------
 _WIDE = (Role.ALIGNMENT, Role.ADDITION, Role.MULTIPLICATION, Role.CONVOLUTION)  # whose ONNX forms have the emitter's dtype of wide sums
 
 
@@ -204,7 +236,7 @@ class Writer:
     """Writes an integer graph in one traversal. Other styles write primitives in their own way."""
 
     style = "exact"
-    without_vnni: Mapping[str, Any] = MappingProxyType({})  # what the metadata says of x86 processors without VNNI
+    in_bytes = False  # whether onnxruntime multiplies bytes for its operators, so that the metadata speaks of processors without VNNI
     renames = True  # whether an inner value gives its name to an input or output that the user calls so
 
     def __init__(self, integer: fx.GraphModule, io: str, opset: int, functions: dict[str, onnx.FunctionProto] | None = None) -> None:
@@ -281,8 +313,15 @@ class Writer:
             "provenance": self._provenance(),
             "session_options": {},
             "relies_on_float64": torch.float64 in self.emitter.dtypes,
-            **self.without_vnni,
+            **(self._without_vnni() if self.in_bytes else {}),
         }
+
+    def _without_vnni(self) -> dict[str, Any]:
+        return {"session_options_without_vnni": {} if pairs_fit(self.emitter) else PRECISE, "relies_on_vnni": self.relies_on_vnni()}
+
+    def relies_on_vnni(self) -> bool:
+        """Return whether x86 processors without VNNI compute other results, whatever the session's options."""
+        return False
 
     def _provenance(self) -> dict[str, dict[str, Any]]:
         """Return which values of the float model the described tensors are."""

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fxquant.accuracy import walk as walking
 from fxquant.accuracy.checkpoint import Checkpoint, call_of
 from fxquant.accuracy.choices import tuning
 from fxquant.accuracy.measure import FloatOutputs, Noise, judged, real_outputs
@@ -41,22 +42,7 @@ from fxquant.accuracy.moments import Moment, flipped, flipped_together, joint_no
 from fxquant.accuracy.result import TunedLayer, TuningResult
 from fxquant.accuracy.step import Run
 from fxquant.accuracy.student import LearnedRounding, learned_rounding, put
-from fxquant.accuracy.walk import (
-    Samples,
-    Values,
-    Walk,
-    arguments_of,
-    bound_arguments,
-    by_channel,
-    cut,
-    operator_at,
-    real_result,
-    run,
-    shared_weights,
-    taken,
-    weight_of,
-    weighted_nodes,
-)
+from fxquant.accuracy.walk import Samples, Values, Walk, bound_arguments, by_channel, cut, real_result, run, taken, weight_of
 from fxquant.ir.model import repeatable
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.ops.core.weighted import sizes
@@ -166,7 +152,7 @@ def _is_open(operator: QuantizedOperator, bits: int, roundings: Roundings) -> bo
 
 
 def _open(prepared: fx.GraphModule, bits: int, roundings: Roundings) -> dict[fx.Node, QuantizedOperator]:
-    shared, weighted = shared_weights(prepared), weighted_nodes(prepared)
+    shared, weighted = walking.shared_weights(prepared), walking.weighted_nodes(prepared)
     return {node: operator for node, operator in weighted.items() if node not in shared and _is_open(operator, bits, roundings)}
 
 
@@ -293,7 +279,7 @@ class _Layer(NamedTuple):
         watcher, previous = _Seen(), quantizer.rounding
         with having([quantizer], rounding=watcher):
             real_result(operator, bound_arguments(node, operator, values[0]))
-        calls = [operator.multiplied(*arguments_of(node, each))[0] for each in values]
+        calls = [operator.multiplied(*walking.arguments_of(node, each))[0] for each in values]
         operands = [operator.operator.bind_call(positional, {}) for positional in calls]
         weight = weight_of(operator, operands[0])
         if weight is None or not hasattr(watcher, "real") or watcher.real.shape != weight.shape:
@@ -473,7 +459,7 @@ def _of_chunk(
 
 def _held(prepared: fx.GraphModule, node: fx.Node, values: Values) -> tuple[Tensor, int] | None:
     """Return a mask (0 or 1) of a result's elements within its clamp, and its channel dimension; None if the weight has other channels."""
-    operator = operator_at(prepared, node)
+    operator = walking.operator_at(prepared, node)
     assert operator is not None
     arguments, result = bound_arguments(node, operator, values), values[node].detach()
     weight = weight_of(operator, arguments)

@@ -16,17 +16,8 @@ from fxquant.ir import graph as facts
 from fxquant.ir.graph import TensorFact
 from fxquant.ir.integer import QParams, Reference, is_inner, noted, notes, operation, origin
 from fxquant.ops import BY_NAME, carried
-from fxquant.prepared.stage import (
-    called,
-    dtype_of,
-    grid_of,
-    in_float16,
-    is_dequantize,
-    is_dynamic,
-    is_quantize,
-    primitive_of,
-    quantized_operator,
-)
+from fxquant.prepared import stage as stages
+from fxquant.prepared.stage import called, dtype_of, grid_of, in_float16, is_dequantize, is_dynamic, primitive_of, quantized_operator
 from fxquant.support.arguments import checked, instance, such
 
 HOST = "host"  # where float operators run
@@ -150,7 +141,7 @@ def _layer(
     if (module := quantized_operator(model, node)) is not None:
         changed = ("" if module.factors is None else module.factors.description, module.weight_quantizer.description)
         reason = "; ".join(text for text in (reason, *changed) if text)
-    at_boundary = is_quantize(model, node) or is_dequantize(model, node)
+    at_boundary = stages.is_quantize(model, node) or is_dequantize(model, node)
     where = HOST if dtype is None and not is_dynamic(model, node) else device
     if dtype is None and not at_boundary and in_float16(model, node):
         reason = "; ".join([*([reason] if reason else []), f"{device} computes it in float16, outside the integer contract"])

@@ -46,11 +46,12 @@ def export_onnx(
     functions: bool = False,
     example_inputs: Any = None,
     batch_size: int | None = None,
+    runtime: str | None = None,
 ) -> Path:
     """Write a model as an ONNX file, and return its path: an integer model, a prepared one, or a float one.
 
-    style  "auto": "fast" if this target requantizes by float32 numbers and every kernel is exact here without session options, else
-           "exact"; the log says which, and so does `onnx_metadata`. For a prepared model "qdq".
+    style  "auto": the fastest with equal bits in the `runtime`: "fast" if this target requantizes by float32 numbers and every kernel is
+           exact here without session options, else "exact"; the log says which, and so does `onnx_metadata`. For a prepared model "qdq".
            "exact": standard operators on integers, equal bits in any runtime that computes them as ONNX defines, at any optimisation
            "fast": equal bits by 8-bit kernels, proved in onnxruntime before it is written. Its metadata names session options to
            run it with, above all on x86 processors without VNNI. If the target requantizes by shifts (bayes-e, bernoulli2, …), those
@@ -73,6 +74,7 @@ def export_onnx(
     batch_size     the fixed number of rows of a batch, for compilers that need every size: each input, output and inner value has a
            fixed shape, as if the model was traced with `dynamic_shapes={}`, and `verify` takes batches of this size. By default the batch
            is dynamic if the model was traced so.
+    runtime        what "auto" is for: "onnxruntime", as it is here ("fast" for every target), or "openvino", "tvm" or "iree" ("exact")
 
     A prepared model is written with the current weights and scales, as fxq.convert(model) would be: its grids are in the file's
     QuantizeLinear. A float model is traced in eval mode and written by PyTorch's exporter, in style "float"; onnxruntime's results are
@@ -85,7 +87,7 @@ def export_onnx(
     from fxquant.backends.onnx.export import FileOptions, export_float, export_integer
 
     look_at_constants(model)
-    options = FileOptions(opset, input_names, output_names, external_data, layouts, functions)
+    options = FileOptions(opset, input_names, output_names, external_data, layouts, functions, runtime)
     if isinstance(model, fx.GraphModule) and stage_of(model) == Stage.PREPARED.name:
         model, style = convert(model, kernels="reference"), "qdq" if style == "auto" else style
     elif isinstance(model, nn.Module) and not is_deployed(model):

@@ -137,7 +137,12 @@ def _prepare(traced: fx.GraphModule, context: Context, passes: Sequence[Pass], u
     attach_call_hooks(prepared)
     dress_carried(prepared)
     dial.write("trace", prepared)
-    if not run(prepared, passes, replace(context, attached=attached), dial, until):
+    options = context.options
+    if options.without_vnni is None and target.pairs:
+        from fxquant.backends.onnx.runtime import adds_pairs
+
+        options = replace(options, without_vnni=adds_pairs())
+    if not run(prepared, passes, replace(context, attached=attached, options=options), dial, until):
         prepared_layers = layers(prepared)
         logger.info("%s", summary(prepared_layers))
         if broken := sum(1 for _ in broken_limits(prepared, prepared_layers, target)):

@@ -199,9 +199,16 @@ def add_rows(parser: argparse.ArgumentParser) -> None:
 
 
 def add_form(parser: argparse.ArgumentParser) -> None:
-    """Add the options of an ONNX file: --style and --opset."""
+    """Add the options of an ONNX file: --style, --opset and --runtime."""
     parser.add_argument("--style", choices=("auto", "exact", "fast", "qdq"), default="auto", help="form of the ONNX file (default: auto)")
     parser.add_argument("--opset", type=positive, metavar="N", help="opset of the ONNX file (default: the style's usual one)")
+    add_runtime(parser, "what runs the ONNX file: --style auto is the fastest with equal bits there")
+
+
+def add_runtime(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Add --runtime, the program that runs an ONNX file."""
+    names = ("onnxruntime", "openvino", "tvm", "iree")
+    parser.add_argument("--runtime", choices=names, help=f"{purpose} (default: onnxruntime in several ways, and ONNX's evaluator)")
 
 
 def path(text: str) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fxquant.cli.factories import DATA, FILE, add_data, add_form, command, path, positive
+from fxquant.cli.factories import DATA, FILE, add_data, add_form, add_runtime, command, path, positive
 from fxquant.errors import ConfigurationError, Interrupted
 
 RANDOM_SIZES = (4, 1)  # of the batches that are drawn where no data is given
@@ -140,8 +140,9 @@ def _export(options: argparse.Namespace) -> int:
     from fxquant.reporting.forms import saved_model
 
     names = {"output_names": options.output_names}
+    form = {name: getattr(options, name) for name in ("batch_size", "style", "opset", "runtime")}
     writers: dict[str, Callable[..., Path]] = {
-        "onnx": functools.partial(fxq.export_onnx, batch_size=options.batch_size, style=options.style, opset=options.opset, **names),
+        "onnx": functools.partial(fxq.export_onnx, **form, **names),
         "c": functools.partial(fxq.export.export_c, batch_size=options.batch_size or 1),
         "pt2": fxq.export.export_pt2,
         "torchscript": fxq.export.export_torchscript,
@@ -196,6 +197,7 @@ def add_verify(commands: Any) -> None:
     )
     verify.add_argument("a", type=path, metavar="A", help=FILE)
     verify.add_argument("b", type=path, metavar="B", help="another form of the same model")
+    add_runtime(verify, "what runs the ONNX file")
     add_data(verify)
 
 
@@ -206,7 +208,7 @@ def _verify(options: argparse.Namespace) -> int:
     first, second = (path if path.suffix.lower() in (".onnx", ".bin", ".hbm") else saved_model(path) for path in (options.a, options.b))
     model = next((form for form in (first, second) if not isinstance(form, Path)), None)
     try:
-        report = fxq.verify(first, second, () if model is None else _batches(options, model))
+        report = fxq.verify(first, second, () if model is None else _batches(options, model), runtime=options.runtime)
     except Interrupted as stopped:
         print(stopped.result)
         raise

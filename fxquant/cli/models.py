@@ -44,6 +44,8 @@ def add_quantize(commands: Any) -> None:
     add_form(quantize)
     rows = "rows of a batch of the ONNX file, which then has fixed sizes alone"
     quantize.add_argument("--fixed-batch", type=positive, metavar="N", help=rows)
+    weights = "choose weights with which onnxruntime is exact on x86 processors without VNNI, too (default: on such, for x86)"
+    quantize.add_argument("--without-vnni", action="store_true", default=None, help=weights)
     quantize.add_argument("--horizon", action="store_true", help="write the folder horizon, too, for the vendor's compiler")
     quantize.add_argument("--measure", action="store_true", help="measure the ONNX file's speed next to the float model's, in onnxruntime")
     quantize.add_argument("--no-report", dest="report", action="store_false", help="write no report.html, which needs plotly")

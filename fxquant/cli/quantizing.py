@@ -41,6 +41,8 @@ class Outcome:
     findings: fxq.results.Findings  # broken limits of the target, and operators that stay in float
     operators: int  # the number of integer operators
     style: str  # of the ONNX file
+    runtime: str  # that it was verified in
+    without_vnni: str  # what onnxruntime needs for the same numbers on x86 processors without VNNI
     speed: float | None  # of the ONNX file in onnxruntime, in times that of the float model's file; None if it was not measured
     files: Mapping[str, int]  # the size of each, in bytes, by its path in the folder
 
@@ -56,10 +58,13 @@ class Outcome:
             table.add_row(f"SQNR of {output.name}, to the float model", in_decibels(output.sqnr, "not float"))
         table.add_section()
         table.add_row("elements compared with the ONNX file", f"{self.verified.elements:,}")
-        table.add_row("mismatching elements", f"{self.verified.mismatches:,}", end_section=self.speed is None)
-        if self.speed is not None:
-            slower = ": SLOWER than float here" if self.speed < 1 else ""
-            table.add_row(f"speed in onnxruntime, style {self.style}, one thread", f"{self.speed:.2f} × float{slower}", end_section=True)
+        table.add_row("mismatching elements", f"{self.verified.mismatches:,}", end_section=True)
+        table.add_row("style of the ONNX file, and runtime", f"{self.style}, {self.runtime}")
+        table.add_row("session options of onnxruntime on x86 without VNNI", self.without_vnni)
+        slower = ": SLOWER than float here" if self.speed is not None and self.speed < 1 else ""
+        likely = "SLOWER than float: it has its products, and more passes" if self.style == "exact" else "not measured"
+        speed = f"{likely} (--measure)" if self.speed is None else f"{self.speed:.2f} × float{slower}"
+        table.add_row("speed in onnxruntime, one thread", speed, end_section=True)
         for name, size in self.files.items():
             table.add_row(name, f"{size:,} bytes")
         return table
@@ -72,7 +77,7 @@ class Outcome:
             "target": self.findings.target,
             "samples": {"calibrated": self.calibrated, "held_back": self.held},
             "integer_operators": self.operators,
-            "style": self.style,
+            **{name: getattr(self, name) for name in ("style", "runtime", "without_vnni")},
             "speed": self.speed,
             "findings": [dict(vars(finding)) for finding in self.findings],
             "outputs": [
@@ -98,7 +103,8 @@ def run(options: argparse.Namespace) -> int:
     model = model_named(options.model)
     samples = samples_of(options, model)
     calibration, held_out = _split(samples, options)
-    settings = fxq.Options(adapt=options.adapt, dynamic_shapes=dynamic_shapes(options.dynamic, model, samples))
+    varying = dynamic_shapes(options.dynamic, model, samples)
+    settings = fxq.Options(adapt=options.adapt, dynamic_shapes=varying, without_vnni=options.without_vnni)
     result = fxq.quantize(model, _batches(calibration, options.batch_size), options.target, mapping, options=settings)
     with tempfile.TemporaryDirectory(prefix="fxquant-") as temporary:
         folder = Path(temporary)
@@ -156,9 +162,10 @@ def _written(result: fxq.results.Result, folder: Path, held_out: Samples, calibr
     """Write the files of a result into a folder, verify them, and return the outcome."""
     if options.horizon:
         fxq.board.export_horizon(result.integer, folder / HORIZON)
-    path = result.export(folder / MODEL, style=options.style, opset=options.opset, batch_size=options.fixed_batch)
+    form = {name: getattr(options, name) for name in ("style", "opset", "runtime")}
+    path = result.export(folder / MODEL, batch_size=options.fixed_batch, **form)
     fxq.save(result.integer, folder / INTEGER)
-    verified = result.verify(path, _batches(held_out, options.fixed_batch or options.batch_size))
+    verified = result.verify(path, _batches(held_out, options.fixed_batch or options.batch_size), runtime=options.runtime)
     batches = _batches(held_out, options.batch_size)
     compared = result.compare(batches)
     if options.report:
@@ -166,8 +173,10 @@ def _written(result: fxq.results.Result, folder: Path, held_out: Samples, calibr
     operators = sum(layer.integer and not layer.boundary for layer in fxq.inspect.layers(result.prepared))
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     speed = speed_of(path, result.float, _batches(held_out, options.fixed_batch or options.batch_size)[0]) if options.measure else None
-    style, findings = fxq.export.onnx_metadata(path)["style"], fxq.check(result.prepared)
-    return Outcome(options.model, calibrated, _count(held_out), verified, compared, findings, operators, style, speed, files)
+    metadata, findings, runtime = fxq.export.onnx_metadata(path), fxq.check(result.prepared), options.runtime or "onnxruntime"
+    needed = ", ".join(f"{name}={value}" for name, value in metadata.get("session_options_without_vnni", {}).items())
+    file = metadata["style"], runtime, "other numbers with any" if metadata.get("relies_on_vnni") else needed or "none"
+    return Outcome(options.model, calibrated, _count(held_out), verified, compared, findings, operators, *file, speed, files)
 
 
 def _finite(value: float) -> float | None:

@@ -100,7 +100,7 @@ def exported_at(path: str, line: str) -> None:
     EXPORTED_AT.set((path, line))
     if is_tracing():
         handler = active()
-        handler.path, handler.line = path, line
+        handler.path, handler.line, handler.qconfig = path, line, handler.attached(path) + handler.attached("") * bool(path)
 
 
 _MATH = (

@@ -13,41 +13,15 @@ from torch import fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fxquant.errors import ConfigurationError, TraceError
+from fxquant.frontend import values as traced
+from fxquant.frontend import written_out as spelled
 from fxquant.frontend.entry import refuse_scripted, uncompiled
 from fxquant.frontend.environment import Snapshot, source_of_error, user_source
 from fxquant.frontend.fake import READS_CONTENT, Evaluator, Sequenced, evaluate, refuse_condition
 from fxquant.frontend.gradients import Gradients, about_gradients, overwritten, ruled
 from fxquant.frontend.opaque import record
-from fxquant.frontend.values import (
-    ATOMS,
-    UNKNOWN,
-    Arguments,
-    BatchFloat,
-    BatchInt,
-    BatchNumber,
-    Memory,
-    Number,
-    TracedTensor,
-    Unknown,
-    Value,
-    is_tracked,
-    numeric_fact,
-    refuse,
-    share_memory,
-    varying,
-    view_step,
-)
-from fxquant.frontend.written_out import (
-    Spelling,
-    by_own_names,
-    is_random,
-    over_packed,
-    property_name,
-    property_spelling,
-    python_operator,
-    spelling_of,
-    written_out,
-)
+from fxquant.frontend.values import UNKNOWN, Arguments, BatchInt, BatchNumber, Number, TracedTensor, Unknown, Value, is_tracked, refuse
+from fxquant.frontend.written_out import Spelling, by_own_names, is_random, property_spelling, python_operator, spelling_of, written_out
 from fxquant.ir import carried, functional, graph
 from fxquant.ir.graph import LEAF, POINTS, spell
 from fxquant.ir.integer import Reference
@@ -70,6 +44,7 @@ class Handler:
     call_module: Callable[..., Any]  # replaces `nn.Module.__call__`: called with the original, the module, and its arguments
     random: Any  # a `MovedState`: the modules and calls that are random in train mode
     form: Any  # the nested structure of forward's result
+    qconfigs: Mapping[str, Any]  # on modules, by path
     draws: frozenset[tuple[str, str]]  # the calls that draw random numbers: the path of the module, and the line of the user's code
 
     def __init__(self, snapshot: Snapshot, evaluator: Evaluator, batches: tuple[int, ...], root_code: CodeType, locate: bool) -> None:
@@ -80,7 +55,7 @@ class Handler:
         # Values to record when they occur as arguments, by identity: parameters, buffers, constants changed in place.
         self.known: dict[int, Any] = dict(snapshot.tensors)
         # The in-place changes.
-        self.memory = Memory(self.record, self.note, snapshot.tensors, self.known, functools.partial(overwritten, self))
+        self.memory = traced.Memory(self.record, self.note, snapshot.tensors, self.known, functools.partial(overwritten, self))
         self.constants: dict[str, torch.Tensor] = {}  # tensors that are neither parameters nor buffers, by target
         # Methods of shells that stay Python, by the path at which the graph calls them.
         self.methods: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}
@@ -93,6 +68,10 @@ class Handler:
         self.lengths: dict[Any, torch.Tensor] = {}  # of padded sequences, by the batch sizes of their `PackedSequence`: see `written_out`
         self._attributes: dict[int, tuple[fx.Node, Value, int, torch.Tensor]] = {}
         self._sizes: dict[fx.Node, tuple[Any, ...]] = {}
+
+    def attached(self, path: str) -> tuple[tuple[str, Any], ...]:
+        """Return the QConfig on the module of a path, with the path; nothing where there is none."""
+        return ((path, self.qconfigs[path]),) if path in self.qconfigs else ()
 
     def attribute_read(self, module: nn.Module, name: str, value: Any) -> None:
         """Note an attribute of a module that is read: a number, a string or a function becomes a part of the graph."""
@@ -108,7 +87,7 @@ class Handler:
             return func(*args, **kwargs)
         if not is_tracked(args, self.known) and not (kwargs and is_tracked(kwargs.values(), self.known)) and not is_random(func):
             return func(*args, **kwargs)
-        name = property_name(func)
+        name = spelled.property_name(func)
         if name is not None:
             return self._property(name, args[0])
         if getattr(func, "__name__", "") == "__set__":
@@ -135,7 +114,7 @@ class Handler:
             raise TypeError("iteration over a 0-d tensor")
         counts = [shape[0] for shape in shapes]
         if len(set(counts)) > 1:
-            because = f"a graph has a fixed number of operations, and the number of rows depends on {varying(counts)}"
+            because = f"a graph has a fixed number of operations, and the number of rows depends on {traced.varying(counts)}"
             remedy = "write the loop with whole tensors, or fix sizes by options=fxq.Options(dynamic_shapes={})"
             refuse("the model iterates over rows whose number varies", because=because, remedy=remedy)
         return self.record("call_method", "unbind", torch.Tensor.unbind, (tensor, 0), {})
@@ -155,7 +134,7 @@ class Handler:
 
     def _size(self, node: fx.Node, dim: int, seen: tuple[int, ...]) -> Any:
         size = self.graph.create_node("call_method", "size", (node, dim))
-        self._describe(size, numeric_fact(seen))
+        self._describe(size, traced.numeric_fact(seen))
         return BatchInt(self._foreseen(seen), size)
 
     def arithmetic(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -166,8 +145,8 @@ class Handler:
         nodes = tuple(arg.node if isinstance(arg, BatchNumber) else arg for arg in args)
         node = self.graph.create_node("call_function", function, nodes)
         seen = values[: len(POINTS)]
-        self._describe(node, numeric_fact(seen) if len(set(seen)) > 1 else None)
-        return BatchInt(values, node) if all(isinstance(value, int) for value in values) else BatchFloat(values, node)
+        self._describe(node, traced.numeric_fact(seen) if len(set(seen)) > 1 else None)
+        return BatchInt(values, node) if all(isinstance(value, int) for value in values) else traced.BatchFloat(values, node)
 
     def decide(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         """Compare numbers that depend on sizes that vary; the result must be the same at all sizes."""
@@ -236,8 +215,8 @@ class Handler:
             if target == "detach" and isinstance(result, TracedTensor):
                 result.stopped = True
             if outcome.alias is not None:
-                step = view_step(self.record, op, target, function, args, kwargs) if outcome.alias == 0 else None
-                share_memory(arguments.traced[outcome.alias], result, outcome.same_place, step)
+                step = traced.view_step(self.record, op, target, function, args, kwargs) if outcome.alias == 0 else None
+                traced.share_memory(arguments.traced[outcome.alias], result, outcome.same_place, step)
             return result
 
     @contextlib.contextmanager
@@ -274,7 +253,7 @@ class Handler:
             names = template.keys if template.keys is not None else range(len(template.items))
             return template.rebuild([self._item(node, name, item) for name, item in zip(names, template.items, strict=True)])
         if isinstance(template, Number):
-            kind = BatchInt if isinstance(template.values[0], int) else BatchFloat
+            kind = BatchInt if isinstance(template.values[0], int) else traced.BatchFloat
             return kind(self._foreseen(template.values), node)
         return Unknown(node) if template is UNKNOWN else template
 
@@ -395,7 +374,7 @@ def _fact(template: Any) -> Any:
         return dict(zip(template.keys, facts_of_items, strict=True)) if template.keys is not None else tuple(facts_of_items)
     if template is UNKNOWN:
         return None
-    return numeric_fact(template.values) if isinstance(template, Number) else template
+    return traced.numeric_fact(template.values) if isinstance(template, Number) else template
 
 
 def _plain(template: Any) -> Any:
@@ -469,8 +448,8 @@ def _told(leaf: LeafRule) -> LeafRule:
 class ModuleCalls:
     """Handle the calls of modules while the model is traced."""
 
-    def __init__(self, handler: Handler, leaf: LeafRule, qconfigs: Mapping[str, Any]) -> None:
-        self._handler, self._qconfigs, self._rule = handler, qconfigs, leaf
+    def __init__(self, handler: Handler, leaf: LeafRule) -> None:
+        self._handler, self._rule = handler, leaf
         self._entries = 0  # how many calls have begun
         self._keys: dict[int, Any] = {}  # of leaves by identity; None for other modules
 
@@ -491,8 +470,7 @@ class ModuleCalls:
             _say_padding(handler, module, path, args, kwargs)
         previous, handler.path = handler.path, path
         around = handler.qconfig
-        if path in self._qconfigs:
-            handler.qconfig = ((path, self._qconfigs[path]), *around)
+        handler.qconfig = (*handler.attached(path), *around)
         try:
             if stub is not None:
                 function: Any = stub[0]
@@ -525,7 +503,7 @@ class ModuleCalls:
     def _called(self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
         handler = self._handler
         if isinstance(module, nn.RNNBase) and args and isinstance(args[0], PackedSequence):
-            return over_packed(module, *args, **kwargs)
+            return spelled.over_packed(module, *args, **kwargs)
         key = self._key(module, path)
         trained = next(module.parameters(), None) is not None
         if key is None or not (trained or is_tracked(args, handler.known) or is_tracked(kwargs.values(), handler.known)):
@@ -599,7 +577,7 @@ def configuration(module: nn.Module) -> tuple[Any, ...]:
     """Return everything besides its arguments that the shapes and types of a module's results depend on: equal for like modules."""
     items: list[Any] = [type(module)]
     for name, value in module.__dict__.items():
-        if type(value) in ATOMS:
+        if type(value) in traced.ATOMS:
             items.append((name, type(value), value))
         elif name == "_parameters" or name == "_buffers":
             tensors = ((key, tensor) for key, tensor in value.items() if tensor is not None)

@@ -24,19 +24,10 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from fxquant.errors import ConfigurationError
+from fxquant.frontend import onnx_operators
 from fxquant.frontend.environment import exported_at
-from fxquant.frontend.onnx_operators import (
-    OPERATORS,
-    OnnxOperator,
-    as_numbers,
-    as_tensor,
-    by_direction,
-    convolution,
-    linear,
-    recurrent,
-    reshape,
-    simplified,
-)
+from fxquant.frontend.onnx_operators import OPERATORS, OnnxOperator, as_numbers, as_tensor, by_direction, linear, reshape, simplified
+from fxquant.quantization.spec import ActivationConfig, QConfig
 from fxquant.support import logger
 
 if TYPE_CHECKING:
@@ -44,7 +35,7 @@ if TYPE_CHECKING:
 
 FloatModel: TypeAlias = "nn.Module | torch.export.ExportedProgram | str | os.PathLike[str] | onnx.ModelProto"  # what is quantized
 _INPUTS = "fxquant.onnx_inputs"  # in `meta` of a module that was read: name, dtype and sizes of each input, None for a size without number
-_QUANTIZED = re.compile("QuantizeLinear|QLinear|Integer$|QGemm|QAttention|MatMulNBits")
+_QUANTIZED = re.compile("DynamicQuantizeLinear|QLinear|Integer$|QGemm|QAttention|MatMulNBits")
 _BATCH = 2  # of example inputs, where the file has a name in place of the number
 
 
@@ -113,6 +104,13 @@ def _tensor(proto: Any) -> Tensor:
     return torch.from_numpy(numpy_helper.to_array(proto).copy())
 
 
+class QuantStub(nn.Module):
+    """Marks an input whose grid the file gives."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input
+
+
 class _Reader:
     """Makes the graph of one file, node by node."""
 
@@ -122,6 +120,9 @@ class _Reader:
         self.values: dict[str, Any] = {"": None}  # of each tensor of the file, its node or constant
         self.attributes: dict[int, tuple[_Constant, fx.Node]] = {}  # of constants that are parameters and buffers, by their identity
         self.uses: Counter[str] = Counter()
+        self.dtypes: dict[str, torch.dtype] = {}  # of constants of the file
+        self.rules: dict[str, QConfig] = {}  # by the path of what they are for
+        self.paths: dict[fx.Node, str] = {}
 
     def module(self, graph: Any) -> fx.GraphModule:
         """Return the module of a file's graph."""
@@ -132,7 +133,7 @@ class _Reader:
             self.values[each.name] = self.start = self.graph.placeholder(re.sub(r"\W", "_", each.name))
         for each in graph.initializer:
             value = _tensor(each)
-            self.values[each.name] = _Constant(simplified(value), each.name, value.is_floating_point())
+            self.values[each.name], self.dtypes[each.name] = _Constant(simplified(value), each.name, value.is_floating_point()), value.dtype
         self.uses.update([name for node in graph.node for name in node.input] + [each.name for each in graph.output])
         for node in graph.node:
             self._read(node)
@@ -140,6 +141,9 @@ class _Reader:
         self.graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
         module = fx.GraphModule(self.root, self.graph).eval()
         module.meta[_INPUTS] = declared
+        for path, rule in self.rules.items():
+            module.add_submodule(path, module.get_submodule(path) if hasattr(module, path) else nn.Module())
+            module.get_submodule(path).qconfig = rule  # type: ignore[assignment]
         if all(sizes and None not in sizes for _, _, sizes in declared):
             _free_batch(module)
         return module
@@ -151,6 +155,10 @@ class _Reader:
         if node.op_type == "Constant":
             value = next(iter(attributes.values()))
             self.values[node.output[0]] = _Constant(simplified(as_tensor(value)), node.output[0])
+            self.dtypes[node.output[0]] = as_tensor(value).dtype
+            return
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            self.values[node.output[0]] = self._on_grid(node, inputs, attributes)
             return
         row = OPERATORS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
         if row is None:
@@ -205,7 +213,9 @@ class _Reader:
         name = node.name or node.output[0]
         path = re.sub(r"[^\w.]+|\.+", ".", name).strip(".")
         self.graph.call_function(exported_at, (path, f"{self.name}: {node.op_type} {name}"))
-        return self.graph.call_function(row.function, tuple(arguments), attributes)
+        called = self.graph.call_function(row.function, tuple(arguments), attributes)
+        self.paths[called] = path
+        return called
 
     def _argument(self, value: Any, row: OnnxOperator | None = None, index: int = 0) -> Any:
         """Return the node of a constant, or a number or tuple in its place; any other value unchanged."""
@@ -230,6 +240,37 @@ class _Reader:
                 self.attributes[id(value)] = value, self.graph.get_attr(name)
         return self.attributes[id(value)][1]
 
+    # ---- grids that another tool chose -------------------------------------------------------------------------------
+    def _on_grid(self, node: Any, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        """Return the value of a QuantizeLinear or DequantizeLinear: a constant on its grid, or its operand, whose grid becomes a rule."""
+        value, scale, zero = (*inputs, _Constant(0, ""))[:3]
+        if not isinstance(scale, _Constant) or not isinstance(zero, _Constant) or attributes.get("block_size"):
+            self._refuse(node, "its grid is computed, or differs between blocks")
+        dtype = self.dtypes.get(node.input[2] if len(node.input) > 2 else "", torch.uint8)
+        steps, zeros, quantizes = as_tensor(scale.value), as_tensor(zero.value), node.op_type == "QuantizeLinear"
+        if isinstance(value, _Constant):
+            content, axis = as_tensor(value.value).float(), attributes.get("axis", 1)
+            shape = [-1 if dim == axis % content.dim() else 1 for dim in range(content.dim())] if steps.numel() > 1 else []
+            steps, zeros = steps.reshape(shape), zeros.reshape(shape if zeros.numel() > 1 else [])
+            limits = torch.iinfo(dtype)
+            result = torch.round(content / steps).add(zeros).clamp(limits.min, limits.max) if quantizes else (content - zeros) * steps
+            return _Constant(result, node.output[0], True)
+        if not quantizes:
+            return value
+        if steps.numel() > 1 or dtype not in (torch.uint8, torch.int8):
+            self._refuse(node, "only tensors of bytes with one scale are read")
+        zero_point = int(zeros) + 128 * (dtype == torch.int8)
+        affine = dtype == torch.uint8 or zero_point != 128  # int8 has a zero point of 0 here
+        rule = QConfig(ActivationConfig("uint8" if affine else "int8", scale=float(steps), zero_point=zero_point if affine else None))
+        path = self.paths.get(value)
+        if path is None:  # an input of the file
+            path = f"{value.name}_quant"
+            self.root.add_module(path, QuantStub())
+            value = self.graph.call_module(path, (value,))
+        if self.rules.setdefault(path, rule) != rule:
+            self._refuse(node, "its operand is quantized on another grid, too")
+        return value
+
     # ---- layers ------------------------------------------------------------------------------------------------------
     def _changed(self, constant: _Constant, function: Callable[[Tensor], Tensor]) -> _Constant:
         return _Constant(function(constant.value).contiguous(), constant.name, True)
@@ -238,7 +279,7 @@ class _Reader:
         self, node: Any, row: OnnxOperator, inputs: list[Any], attributes: dict[str, Any]
     ) -> tuple[OnnxOperator, list[Any], dict[str, Any]]:
         """Return a product with a constant matrix as a linear layer, and a recurrent layer, with weights as PyTorch holds them."""
-        if row.function is recurrent:
+        if row.function is onnx_operators.recurrent:
             inputs = [*inputs, *([None] * (8 - len(inputs)))]
             (x, *weights), (lengths, h, c, peepholes) = inputs[:4], inputs[4:]
             if any(isinstance(each, fx.Node) for each in weights) or lengths is not None or peepholes is not None:
@@ -265,7 +306,7 @@ class _Reader:
         """Give a constant that is added to a layer's result to the layer, if it can be its bias; return whether it was."""
         for name, other in (tuple(node.input), tuple(node.input)[::-1]) if node.op_type == "Add" else ():
             layer, bias = self.values[name], self.values[other]
-            free = isinstance(layer, fx.Node) and layer.target in (linear, convolution) and layer.args[2:] in ((), (None,))
+            free = isinstance(layer, fx.Node) and layer.target in (linear, onnx_operators.convolution) and layer.args[2:] in ((), (None,))
             if not free or self.uses[name] > 1 or not isinstance(bias, _Constant) or not isinstance(bias.value, Tensor):
                 continue
             weight = getattr(self.root, str(getattr(layer.args[1], "target", "")), None)

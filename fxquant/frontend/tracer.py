@@ -246,7 +246,7 @@ def record(
     shapes = [inputs.shapes(batch, others) for batch, others in points]
     traced = {name: _placeholder(handler, name, example, shapes, inputs) for name, example in inputs.tensors().items()}
     args, kwargs = inputs.arguments(traced)
-    handler.call_module = ModuleCalls(handler, leaf, qconfigs)
+    handler.call_module, handler.qconfigs = ModuleCalls(handler, leaf), qconfigs
     with tracing(handler):
         with prepared_environment(model, numbers), torch.enable_grad(), _Mode(handler):  # in which mode forward computes is recorded
             result, handler.form = _run(handler, args, kwargs)

@@ -101,7 +101,7 @@ VIEWS = PARTITIONS | frozenset((
 #
 # PyTorch's and Horizon's `QuantStub` and `DeQuantStub` are recognised by name; nothing of either is imported. Other modules of theirs,
 # `FloatFunctional` among them, are what they compute.
-_HOMES = ("torch.ao.quantization", "torch.quantization", "torch.ao.nn.quantized", "horizon", "fxquant.compat.horizon")
+_HOMES = ("torch.ao.quantization", "torch.quantization", "torch.ao.nn.quantized", "horizon", "fxquant.compat.horizon", "fxquant.frontend")
 
 
 def quant_stub(input: Tensor, scale: float | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 FLOAT32_EPSILON = 2.0**-23  # the scale of what is zero everywhere
 SMALLEST_SCALE = 2.0**-48  # of anything else: products and ratios of a few scales stay normal float32 numbers
@@ -26,6 +27,7 @@ LARGEST_FLOAT32 = 2.0**128 - 2.0**104
 INT32_MAX = 2**31 - 1
 INT48_MAX = 2**47 - 1
 SMALLEST_DYNAMIC, LARGEST_DYNAMIC = 2.0**-110, 2.0**126  # the magnitudes that a grid which is made at run time distinguishes
+LARGEST_PAIR = 128  # times 255 it is below 2^15
 BOUNDARY_LIMIT = 2.0**20  # inputs are clipped to ±2^20 steps: far outside every dtype here, and safe to convert
 
 Interval = tuple[float, float]
@@ -249,6 +251,22 @@ def weight_scale(weight: Tensor, axis: int | None, dtype: IntType) -> Tensor:
     flat = weight.detach().flatten().unsqueeze(0) if axis is None else weight.detach().movedim(axis, 0).flatten(1)
     largest = flat.abs().amax(dim=1)
     return scale_from_range(-largest, largest, dtype)
+
+
+def largest_pairs(weight: Tensor) -> Tensor:
+    """Return the largest |sum| of two neighbours of one sign in each row of a weight (C, …), shape (C,); a row has the channels last.
+
+    Where a kernel adds products 2j and 2j + 1 of a row with bytes in 16 bits, it must not exceed `LARGEST_PAIR`; two signs always fit.
+    """
+    rows = weight.detach().movedim(1, -1).flatten(1)
+    pairs = F.pad(rows, (0, rows.shape[1] % 2)).reshape(len(rows), -1, 2)
+    return torch.maximum(pairs.clamp_min(0).sum(2), pairs.clamp_max(0).sum(2).neg()).amax(1)
+
+
+def scale_for_pairs(weight: Tensor, scale: Tensor) -> Tensor:
+    """Return the scales, (C,) or (1,), raised so that `largest_pairs` of integers fit, each integer less than 1 from its number."""
+    fitting = largest_pairs(weight) / torch.tensor(LARGEST_PAIR - 1, dtype=torch.float32, device=weight.device)
+    return torch.maximum(scale, fitting if scale.numel() > 1 else fitting.max())
 
 
 def least_error_scale(weight: Tensor, axis: int | None, dtype: IntType, p: float = 2.0, power_of_two: bool = False) -> Tensor:

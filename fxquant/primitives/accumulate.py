@@ -18,21 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.numerics.grids import FLOAT32_EXACT, accumulator_bound, power_of_two
-from fxquant.primitives.record import (
-    FLOAT64_EXACT,
-    Emitter,
-    Range,
-    Role,
-    Value,
-    constant_of,
-    exact_below,
-    full_precision,
-    need,
-    primitive,
-    stored,
-    sum_of_products,
-    within,
-)
+from fxquant.primitives import record
+from fxquant.primitives.record import Emitter, Range, Role, Value, constant_of, exact_below, full_precision, need, primitive, stored
 
 DEQUANTIZES = 19  # the opset from which on ONNX's own evaluator has DequantizeLinear of int8
 CHANNELS_TOGETHER = 16  # runtimes have their quickest kernels for multiples of it
@@ -174,7 +161,7 @@ def bounds_of_sums(input: Value, weight: Tensor, bias: Value | None, cut: Sizes 
     """Return the range of the sums over windows with a weight (out, in / groups, …); raise Unproved if they can be too large."""
     if cut is not None:
         check_cut(input, weight, cut)
-    return sum_of_products(input, weight, bias, weight.dim() - 2, exact_below(cut is not None))
+    return record.sum_of_products(input, weight, bias, weight.dim() - 2, exact_below(cut is not None))
 
 
 _CONVOLUTION: dict[str, Any] = {"bounds": _bounds_convolution, "kind": "accumulator", "role": Role.CONVOLUTION, "casts": True}
@@ -265,7 +252,7 @@ def _onnx_linear(e: Emitter, input: str, weight: Tensor, bias: Tensor | None) ->
 
 
 def _bounds_linear(exact: int, input: Value, weight: Value, bias: Value | None) -> Range:
-    return sum_of_products(input, constant_of(weight, "weight"), bias, 0, exact)
+    return record.sum_of_products(input, constant_of(weight, "weight"), bias, 0, exact)
 
 
 _LINEAR: dict[str, Any] = {"kind": "accumulator", "role": Role.LINEAR, "casts": True}
@@ -312,7 +299,7 @@ def _onnx_linear_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | Non
     return product if bias is None else e.node("Add", product, e.node("Cast", e.constant(bias), to=torch.float64))
 
 
-@primitive(_onnx_linear_wide, bounds=partial(_bounds_linear, FLOAT64_EXACT), surrogate=_linear_real, wide=True, **_LINEAR)
+@primitive(_onnx_linear_wide, bounds=partial(_bounds_linear, record.FLOAT64_EXACT), surrogate=_linear_real, wide=True, **_LINEAR)
 def linear_wide(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `linear` where the sum can reach 2^24, in float64; the result is int32, or int64 for int16 weights."""
     total = F.linear(input.double(), weight.double(), None if bias is None else bias.double())  # autocast leaves float64 alone
@@ -337,7 +324,7 @@ def _onnx_add_residual(e: Emitter, accumulator: str, residual: str, multiplier: 
 
 def _bounds_add_residual(accumulator: Value, residual: Value, multiplier: Value) -> Range:
     factors = constant_of(multiplier, "multiplier").double().abs()
-    return within(accumulator.magnitude + factors * residual.largest, accumulator.exact)
+    return record.within(accumulator.magnitude + factors * residual.largest, accumulator.exact)
 
 
 def _onnx_add_residual_shifted(e: Emitter, accumulator: str, residual: str, multiplier: Tensor, right_shift: Tensor) -> str:
@@ -354,7 +341,7 @@ def _bounds_add_residual_shifted(accumulator: Value, residual: Value, multiplier
     factors, shift = constant_of(multiplier, "multiplier").double().abs(), constant_of(right_shift, "right shift").double()
     need((shift >= 0).all() and (shift <= 31).all(), "its right shift is not in 0…31")
     need(float((factors * residual.largest).max()) < FLOAT32_EXACT or accumulator.exact > FLOAT32_EXACT, "its product exceeds 2^24")
-    return within(accumulator.magnitude + torch.ceil(factors * residual.largest * torch.exp2(-shift)), accumulator.exact)
+    return record.within(accumulator.magnitude + torch.ceil(factors * residual.largest * torch.exp2(-shift)), accumulator.exact)
 
 
 def _add_residual_real(accumulator: Tensor, residual: Tensor, multiplier: Tensor, right_shift: Tensor) -> Tensor:

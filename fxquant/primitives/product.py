@@ -8,23 +8,9 @@ import torch
 from torch import Tensor
 
 from fxquant.numerics.grids import FLOAT32_EXACT
+from fxquant.primitives import record
 from fxquant.primitives.accumulate import accumulated, onnx_double, per_channel
-from fxquant.primitives.record import (
-    FLOAT64_EXACT,
-    Emitter,
-    Range,
-    Role,
-    Value,
-    ZeroPoint,
-    constant_of,
-    exact_below,
-    full_precision,
-    primitive,
-    stored,
-    sum_of_products,
-    union,
-    within,
-)
+from fxquant.primitives.record import FLOAT64_EXACT, Emitter, Range, Role, Value, ZeroPoint, constant_of, primitive, stored, union, within
 from fxquant.primitives.shape import named, one_node
 from fxquant.primitives.steps import Op, Writer, binary
 
@@ -46,7 +32,7 @@ _onnx_cast = one_node("Cast", to=torch.float32)
 @primitive(partial(_onnx_matrix_product, _onnx_cast), bounds=partial(_bounds_matrix_product, FLOAT32_EXACT), **_MATRIX_PRODUCT)
 def matrix_product(input: Tensor, other: Tensor) -> Tensor:
     """Compute input · other over the last two dimensions, as int32; |result| < 2^24 for every input of their dtypes."""
-    with full_precision(input):
+    with record.full_precision(input):
         return stored(torch.matmul(input.float(), other.float()), input, torch.int32)
 
 
@@ -68,7 +54,7 @@ def _scaled(input: Tensor, weight: Tensor, bias: Tensor | None, trailing: int) -
 
 
 def _bounds_scale_channels(exact: int, input: Value, weight: Value, bias: Value | None, trailing: int) -> Range:
-    return sum_of_products(input, constant_of(weight, "weight").reshape(-1, 1), bias, trailing, exact)
+    return record.sum_of_products(input, constant_of(weight, "weight").reshape(-1, 1), bias, trailing, exact)
 
 
 def _steps_scale_channels(w: Writer, input: int, weight: Tensor, bias: Tensor | None, trailing: int) -> int:
@@ -107,7 +93,7 @@ def _onnx_rectify(e: Emitter, input: str, positive: int, negative: Tensor, wide:
 
 def _bounds_rectify(input: Value, positive: int, negative: Value, wide: bool = False) -> Range:
     steepest = max(abs(positive), int(constant_of(negative, "slope").abs().max()))
-    return within(steepest * input.largest, exact_below(wide))
+    return within(steepest * input.largest, record.exact_below(wide))
 
 
 def _steps_rectify(w: Writer, input: int, positive: int, negative: Tensor, wide: bool = False) -> int:

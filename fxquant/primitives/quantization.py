@@ -12,22 +12,9 @@ from torch import Tensor
 
 from fxquant.numerics.grids import BOUNDARY_LIMIT, FLOAT32_EXACT, is_scale, power_of_two, quantized_value
 from fxquant.numerics.rounding import clamped
+from fxquant.primitives import record
 from fxquant.primitives.accumulate import DEQUANTIZES
-from fxquant.primitives.record import (
-    FLOAT64_EXACT,
-    Emitter,
-    Range,
-    Role,
-    Value,
-    ZeroPoint,
-    constant_of,
-    multipliers,
-    need,
-    primitive,
-    stored,
-    stored_limits,
-    within,
-)
+from fxquant.primitives.record import FLOAT64_EXACT, Emitter, Range, Role, Value, ZeroPoint, constant_of, need, primitive, stored, within
 from fxquant.primitives.shape import one_node
 from fxquant.primitives.steps import Op, Writer
 
@@ -84,7 +71,7 @@ def _surrogate_quantize(input: Tensor, scale: Tensor, low: int, high: int, dtype
 def _bounds_quantize(input: Value | None, scale: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Range:
     tensor = constant_of(scale, "scale")
     need(tensor.dim() == 0 and tensor.dtype == torch.float32 and is_scale(float(tensor)), f"its scale is {tensor.tolist()}")
-    return stored_limits(low, high, zero_point)
+    return record.stored_limits(low, high, zero_point)
 
 
 @primitive(_onnx_quantize, bounds=_bounds_quantize, surrogate=_surrogate_quantize)
@@ -508,8 +495,8 @@ def onnx_general_real(
 
 def real_range(accumulator: Value, multiplier: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Range:
     """Return the limits of `requantize_real`; raise Unproved where a multiplier is out of range."""
-    multipliers(multiplier)
-    return stored_limits(low, high, zero_point)
+    record.multipliers(multiplier)
+    return record.stored_limits(low, high, zero_point)
 
 
 @primitive(_onnx_requantize_real, bounds=real_range, role=Role.REQUANTIZATION, steps=_steps_requantize_real)

@@ -7,19 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.primitives.record import (
-    Emitter,
-    Range,
-    Value,
-    ZeroPoint,
-    constant_of,
-    exact_below,
-    full_precision,
-    need,
-    primitive,
-    stored,
-    within,
-)
+from fxquant.primitives import record
+from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, constant_of, exact_below, full_precision, need, primitive, stored
 
 
 def _onnx_resize_linear(
@@ -113,7 +102,7 @@ def _bounds_transform(input: Value, matrix: Value, dim: int, rank: int, wide: bo
     need(factors.dim() == 2 and -rank <= dim < 0 and rank == len(input.fact.shape), "its matrix or its dimension is out of range")
     need(factors.shape[1] == input.size(dim), "its matrix has another size than its operand")
     reach = float(factors.abs().sum(1).max()) if factors.numel() else 0.0
-    return within(reach * input.largest, exact_below(wide))
+    return record.within(reach * input.largest, exact_below(wide))
 
 
 @primitive(_onnx_transform, bounds=_bounds_transform, surrogate=_along, kind="accumulator")

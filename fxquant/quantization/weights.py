@@ -120,14 +120,15 @@ class WeightQuantizer(torch.nn.Module):
     power_of_two  whether scales are rounded up to powers of two
     p             the scale has the least Σ |error|^p for the current weight, and a learned one starts there; None: it covers the
                   weight, and a learned one starts at the least squared error
+    pairs         whether scales are at least so large that no pair of products with bytes exceeds 16 bits
     """
 
     def __init__(
         self, dtype: IntType, *, per_channel: bool = True, power_of_two: bool = False, learned: WeightScale | None = None,
-        rounding: Rounding | None = None, p: float | None = None,
+        rounding: Rounding | None = None, p: float | None = None, pairs: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.dtype, self.per_channel, self.power_of_two, self.p = dtype, per_channel, power_of_two, p
+        self.dtype, self.per_channel, self.power_of_two, self.p, self.pairs = dtype, per_channel, power_of_two, p, pairs
         self.learned = learned  # the learned scale; None: the scale follows from the largest magnitude of the current weight
         self.rounding = Nearest() if rounding is None else rounding  # how the weight is rounded to integers
         self.correction: BiasCorrection | None = None  # the correction of the operator's bias; None: nothing is added
@@ -137,6 +138,7 @@ class WeightQuantizer(torch.nn.Module):
     def description(self) -> str:
         """A description of the tuned parts; "" if nothing was tuned."""
         parts = {"weight rounded by samples": isinstance(self.rounding, AdaptiveRounding), "bias corrected": self.correction is not None}
+        parts["no pair of products beyond 16 bits"] = self.pairs
         return ", ".join(text for text, is_done in parts.items() if is_done)
 
     def corrected(self, bias: Tensor | None) -> Tensor | None:
@@ -224,7 +226,9 @@ class WeightQuantizer(torch.nn.Module):
         keep          whether a learned scale that has not started yet starts from this weight
         by_threshold  whether scales are a float32 threshold over 127: see `Arithmetic.float32_steps`
         """
-        scale, own = self._raised(self._scale(weight, gain, keep), least, by_threshold)
+        chosen = self._scale(weight, gain, keep)
+        chosen = grids.scale_for_pairs(weight, chosen) if self.pairs else chosen
+        scale, own = self._raised(chosen, least, by_threshold)
         integers = self._rounded(weight, scale, own, gain)
         return QuantizedWeight(integers, scale, own, grids.accumulator_bound(integers, None, 0, 1))
 
@@ -237,7 +241,10 @@ class WeightQuantizer(torch.nn.Module):
             return None
         largest = fused_layers.largest(weight, gain)
         largest = largest if self.per_channel else largest.max().reshape(1)
-        scale, own = self._raised(grids.scale_from_range(-largest, largest, self.dtype), least, by_threshold)
+        chosen = grids.scale_from_range(-largest, largest, self.dtype)
+        if self.pairs:
+            chosen = grids.scale_for_pairs(weight if gain is None else weight * gain.reshape(-1, *[1] * (weight.dim() - 1)), chosen)
+        scale, own = self._raised(chosen, least, by_threshold)
         each = scale if scale.numel() == len(weight) else scale.expand(len(weight))
         integers, total = fused_layers.whole(weight, gain, each, self.dtype.low, self.dtype.high)
         return QuantizedWeight(integers, scale, own, total)

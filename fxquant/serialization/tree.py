@@ -137,6 +137,7 @@ class TreeWriter:
             cannot_save(f"the weight quantizer {path}", f"{module.dtype!r} is not a dtype of fxquant", "use a dtype by name")
         parts = {name: self._module(getattr(module, name), f"{path}.{name}") for name in ("learned", "rounding", "correction", "coverage")}
         present = {name: part for name, part in parts.items() if part is not None or name in ("learned", "rounding")}
+        present |= {"pairs": True} if module.pairs else {}
         return {"dtype": module.dtype.name, **_fields(partial(getattr, module), WEIGHT_FIELDS), **present}
 
     def _operator(self, module: QuantizedOperator, path: str) -> dict[str, Any]:
@@ -293,7 +294,7 @@ class TreeReader:
         correction = self._module(arguments.get("correction"), BiasCorrection | None)
         coverage = self._module(arguments.get("coverage"), Coverage | None)
         dtype, plain = look_up(WEIGHT_TYPES, arguments["dtype"], "dtype"), _fields(arguments.__getitem__, WEIGHT_FIELDS)
-        quantizer = WeightQuantizer(dtype, **plain, learned=learned, rounding=rounding)
+        quantizer = WeightQuantizer(dtype, **plain, learned=learned, rounding=rounding, pairs=expect(arguments.get("pairs", False), bool))
         quantizer.correction, quantizer.coverage = correction, coverage
         return quantizer
 

@@ -15,26 +15,15 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.backends.onnx import export, fast_kernels, fast_parts
 from fxquant.backends.onnx.fast_parts import exact_divisor, multiply
-from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.backends.onnx.writer import Emitter, value_info
 from fxquant.ir.integer import qparams
 from fxquant.primitives import elementwise
 from fxquant.primitives.quantization import requantize_real
+from tests.shared import onnx_files
 from tests.shared.contract import VNNI, needs_vnni
 from tests.shared.networks import Network
-from tests.shared.onnx_files import (
-    MODELS,
-    assert_takes_integers,
-    assert_verified,
-    batch,
-    conv,
-    exported,
-    integer_of,
-    kernels_of,
-    known,
-    operators,
-)  # fmt: skip
+from tests.shared.onnx_files import MODELS, assert_verified, batch, conv, exported, integer_of, kernels_of, known, operators
 
 pytestmark = pytest.mark.usefixtures("default_outputs")
 
@@ -164,7 +153,7 @@ def test_a_mixture_of_widths_crosses_between_the_storages_and_a_file_that_takes_
     path = exported(integer_of(MODELS["silu"](), qconfig=wide), tmp_path / "model.onnx", style="fast")
     storages = {entry["storage"] for entry in fxq.export.onnx_metadata(path)["tensors"].values() if entry["kind"] == "quantized"}
     assert {"uint8", "int16"} <= storages
-    assert_takes_integers(known("silu"), fxq.export_onnx(known("silu"), tmp_path / "model.onnx", style="fast", io="integer"))
+    onnx_files.assert_takes_integers(known("silu"), fxq.export_onnx(known("silu"), tmp_path / "model.onnx", style="fast", io="integer"))
 
 
 def test_a_word_among_the_arguments_may_be_the_name_of_a_value(tmp_path: Path) -> None:
@@ -185,7 +174,6 @@ def test_a_kernel_that_is_not_exact_here_is_written_as_in_style_exact(
     monkeypatch.setattr(export, "_kernel_is_exact", lambda integer, node, *rest: node.name != "b" and honest(integer, node, *rest))
     path = exported(two_sigmoids(), tmp_path / "model.onnx", style="fast")
     assert fxq.export.onnx_metadata(path)["kernels"] == {"integer": ["a"], "computed": ["sigmoid"], "refused": ["b"]}
-    assert fxq.export.onnx_metadata(path)["session_options"] == PRECISE
     assert "onnxruntime's kernel is not used for %b, because it differs from the integer graph for 1 of 2 operators" in caplog.text
     assert operators(path).count("QLinearConv") == 1
 
@@ -193,10 +181,10 @@ def test_a_kernel_that_is_not_exact_here_is_written_as_in_style_exact(
 @needs_vnni
 def test_a_kernel_that_saturates_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     node = next(node for node in known("silu").graph.nodes if node.name == "b")
-    assert export._kernel_is_exact(known("silu"), node, 21, {})
+    assert export._kernel_is_exact(known("silu"), node, 21)
     honest = export._run
     monkeypatch.setattr(export, "_run", lambda *arguments: {name: value.clamp(max=254) for name, value in honest(*arguments).items()})
-    assert not export._kernel_is_exact(known("silu"), node, 21, {})
+    assert not export._kernel_is_exact(known("silu"), node, 21)
 
 
 def test_a_file_that_is_wrong_as_a_whole_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,13 +226,9 @@ def test_maxima_are_of_bytes_where_a_convolution_leaves_the_pixels_together(name
 # ---- products of two tensors of bytes as one kernel ------------------------------------------------------------------
 # Multiplier, zero points of both operands and of the result: small and large, powers of two with ties, and such as saturate.
 GATES = {
-    "a gate": (0.0043219, 128, 128, 128),
-    "affine": (0.00712771, 3, 0, 17),
-    "odd zero point": (0.0371313, 128, 0, 129),
-    "saturating": (0.9013771, 128, 128, 128),
-    "small": (3.1337e-5, 0, 0, 0),
-    "a power of two, even zero point": (2.0**-7, 128, 0, 128),
-}
+    "a gate": (0.0043219, 128, 128, 128), "affine": (0.00712771, 3, 0, 17), "odd zero point": (0.0371313, 128, 0, 129),
+    "saturating": (0.9013771, 128, 128, 128), "small": (3.1337e-5, 0, 0, 0), "a power of two, even zero point": (2.0**-7, 128, 0, 128),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GATES)

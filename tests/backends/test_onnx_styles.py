@@ -19,8 +19,8 @@ from fxquant.backends.onnx.writer import Emitter
 from fxquant.ir.integer import is_inner, qparams
 from fxquant.reporting.inspection import read
 from tests.shared.contract import VNNI, Compiled, compiled, needs_vnni
-from tests.shared.networks import members
-from tests.shared.onnx_files import assert_verified, batch, exported, known, run
+from tests.shared.networks import Network, members
+from tests.shared.onnx_files import assert_verified, batch, exported, known, rows, run
 
 every_style = pytest.mark.parametrize("style", ["exact", "fast", "qdq"])
 
@@ -291,7 +291,8 @@ def test_onnxruntime_opens_qdq_with_the_options_that_its_metadata_names(target: 
     integer = compiled(net, [x], target).integer
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=opset, batch_size=4)
     metadata = fxq.export.onnx_metadata(path)
-    assert (metadata["session_options_without_vnni"], metadata["relies_on_vnni"]) == (PRECISE, False)
+    named = {} if target == "x86" and not VNNI else PRECISE  # none where weights follow the processor
+    assert (metadata["session_options_without_vnni"], metadata["relies_on_vnni"]) == (named, False)
     apart = fxq.export_onnx(integer, tmp_path / "apart.onnx", style="qdq", opset=opset, external_data=True)
     assert apart.with_name("apart.onnx.data").stat().st_size == 40 * 40  # of both layers
     runtime = onnx.load(path), *RUNTIMES[0][1:], None
@@ -299,3 +300,44 @@ def test_onnxruntime_opens_qdq_with_the_options_that_its_metadata_names(target: 
     step = metadata["tensors"][metadata["outputs"][0]["tensor"]]["scale"]
     assert (precise - integer(x)).abs().max() <= 1.01 * step  # a float sum next to a tie may be rounded to either side
     assert (plain - precise).abs().max() <= 1.01 * step or not VNNI
+
+
+# ---- x86 processors without VNNI, whose kernels add products in pairs -----------------------------------------------------
+def in_pairs(x: Tensor, weight: Tensor) -> Tensor:
+    """The sums of rows of bytes times the rows of a weight, with pairs of products added in 16 bits."""
+    products = F.pad(x.int()[:, None] * weight.int(), (0, weight.shape[1] % 2)).unflatten(2, (-1, 2))
+    return products.sum(3).clamp(-(2**15), 2**15 - 1).sum(2)
+
+
+LAYERS: dict[str, Any] = {  # a layer, the sizes of one result's operand, and its groups: none where it has kernels of its own
+    "linear": (lambda: nn.Linear(33, 8), (33,), 1), "matrix": (lambda: Network(lambda s, x: x @ s.w, w=nn.Parameter(rows(9).t())), (8,), 1),
+    "convolution": (lambda: nn.Conv2d(5, 8, 3), (5, 3, 3), 1), "groups": (lambda: nn.Conv1d(8, 6, 4, groups=2), (8, 4), 2),
+    "depthwise": (lambda: nn.Conv2d(8, 8, 3, groups=8), (8, 3, 3), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("without_vnni", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+def test_weights_of_which_no_pair_of_products_saturates(name: str, without_vnni: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make, sizes, groups = LAYERS[name]
+    net, options = nn.Sequential(make(), nn.ReLU()).eval(), fxq.Options(without_vnni=without_vnni)
+    result = fxq.quantize(net, [torch.randn(64, *sizes)], target="x86", options=options)
+    weight = next(value for path, value in result.integer.named_buffers() if path.endswith(".weight"))
+    taps = weight.movedim(1, -1).flatten(1)
+    worst = torch.cat([(taps > 0) * 255, (taps < 0) * 255])
+    equal = not groups or all(torch.equal(in_pairs(worst, part), worst @ part.long().t()) for part in taps.chunk(groups))
+    assert equal is (without_vnni or not groups)
+    assert int(taps.abs().max()) > 64
+    loaded = fxq.load(fxq.save(result.prepared, tmp_path / "prepared.fxq"))
+    assert fxq.verify(loaded, result.integer, [torch.randn(2, *sizes)])
+    for style in ("qdq", "fast"):
+        metadata = fxq.export.onnx_metadata(result.export(tmp_path / f"{style}.onnx", style=style))
+        assert metadata["session_options_without_vnni"] == ({} if equal or (style == "fast" and not VNNI) else PRECISE)
+    assert result.verify(tmp_path / "fast.onnx", [torch.randn(3, *sizes)])
+
+
+def test_weights_follow_the_processor_for_x86_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxquant.backends.onnx.runtime.adds_pairs", lambda: True)
+    explained = {target: fxq.explain(fxq.prepare(nn.Linear(4, 3), torch.ones(2, 4), target)) for target in ("x86", "qnnpack", "bayes-e")}
+    assert [target for target, text in explained.items() if "no pair of products beyond 16 bits" in text] == ["x86"]

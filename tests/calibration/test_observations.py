@@ -110,12 +110,8 @@ def test_what_one_calibration_has_seen_gives_what_another_would(qconfig: Any, ta
 
 
 SATURATING = {
-    "silu": F.silu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "gelu": F.gelu,
-    "elu of a pool": lambda x: F.elu(F.max_pool2d(x, 2)),
-}
+    "silu": F.silu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "gelu": F.gelu, "elu of a pool": lambda x: F.elu(F.max_pool2d(x, 2)),
+}  # fmt: skip
 
 
 def before_a_function(function: Any, size: float = 1.0) -> nn.Module:

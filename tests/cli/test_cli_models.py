@@ -18,6 +18,7 @@ from PIL import Image
 from torch import nn
 
 import fxquant as fxq
+from fxquant.backends.onnx import runtime
 from fxquant.cli.photographs import Preprocessing, samples_of
 from tests.cli.test_cli import called
 from tests.shared.programs import program
@@ -114,7 +115,7 @@ def test_rules_of_a_file_are_those_of_the_mapping(capsys: pytest.CaptureFixture[
 def test_the_form_of_the_file_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     command = ("--data", "images.npy", "--out", "out", "--no-report", "--style", "exact", "--opset", 17, "--fixed-batch", 3, "--horizon")
     shown = called(capsys, "quantize", "networks:Network", *command, "--measure")[1]
-    assert re.search(r"speed in onnxruntime, style exact.* [\d.]+ × float", shown)
+    assert re.search(r"style of the ONNX file, and runtime.* exact, onnxruntime(.|\n)* speed in .* [\d.]+ × float", shown)
     metadata = fxq.export.onnx_metadata("out/model.onnx")
     assert metadata["style"] == "exact"
     assert "image f32[3,2,8,8]" in called(capsys, "inspect", "out/model.onnx")[1]
@@ -124,6 +125,18 @@ def test_the_form_of_the_file_is_chosen(capsys: pytest.CaptureFixture[str]) -> N
     horizon = ["compile.sh", "layers.json", "model.onnx", "model.yaml"]
     assert files_of("out") == [*(f"horizon/{name}" for name in horizon), "integer.fxq", "model.onnx", "summary.json"]
     assert Path("out/horizon/compile.sh").stat().st_mode & 0o111 == 0o111
+
+
+def test_the_runtime_of_the_file_is_chosen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """onnxruntime stands in for TVM."""
+    monkeypatch.setitem(runtime.OTHER_RUNTIMES, "tvm", lambda model: runtime.Runner(model, *runtime.RUNTIMES[0][1:])._run)
+    command = ("quantize", "networks:Network", "--data", "images.npy", "--out", "out", "--no-report", "--without-vnni")
+    for name, style, target in (("onnxruntime", "fast", "bayes-e"), ("tvm", "exact", "x86"), ("onnxruntime", "fast", "x86")):
+        assert called(capsys, *command, "--target", target, "--runtime", name)[0] == 0
+        summary = json.loads(Path("out/summary.json").read_text(encoding="utf-8"))
+        assert (summary["runtime"], summary["style"], summary["speed"]) == (name, style, None)
+    assert summary["without_vnni"] == "none"
+    assert "(integer = tvm)" in called(capsys, "verify", "out/integer.fxq", "out/model.onnx", "--runtime", "tvm")[1]
 
 
 @pytest.mark.parametrize("sizes", [["image:2=height:5:32,3=width"], []])
@@ -269,17 +282,12 @@ def test_data_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     np.save("single.npy", image[:1])
     np.save("nan.npy", np.full_like(image, np.nan))
     cases = {
-        ("Two", "missing.npz"): "has no array for mask",
-        ("Two", "uneven.npz"): "24 of image, 5 of mask",
-        ("Two", "images.npy"): "has no array for image, mask",
-        ("Network", "wide.npy"): "is float64, NumPy's default",
-        ("Network", "channels.npy"): "networks.py:14 in forward",
-        ("Network", "scalar.npy"): "does not hold samples",
-        ("Network", "single.npy"): "holds too few samples",
-        ("Network", "nan.npy"): "NaN",
-        ("Network", "absent.npy"): "No such file",
+        ("Two", "missing.npz"): "has no array for mask", ("Two", "uneven.npz"): "24 of image, 5 of mask",
+        ("Two", "images.npy"): "has no array for image, mask", ("Network", "wide.npy"): "is float64, NumPy's default",
+        ("Network", "channels.npy"): "networks.py:14 in forward", ("Network", "scalar.npy"): "does not hold samples",
+        ("Network", "single.npy"): "holds too few samples", ("Network", "nan.npy"): "NaN", ("Network", "absent.npy"): "No such file",
         ("Network", "networks.py"): "data is read from .npy",
-    }
+    }  # fmt: skip
     for (network, data), said in cases.items():
         assert_refused(called(capsys, "quantize", f"networks:{network}", "--data", data, "--out", "out", "--no-report"), said)
 

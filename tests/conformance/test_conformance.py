@@ -307,16 +307,11 @@ def _one_array() -> bytes:
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "encrypted": _encrypted,
-    "an unknown method": _of_an_unknown_method,
-    "petabytes": _of_petabytes,
+    "encrypted": _encrypted, "an unknown method": _of_an_unknown_method, "petabytes": _of_petabytes,
     "a bad stream": lambda content: content[:60] + bytes(20) + content[80:],  # in the middle of its first compressed entry
-    "a pickle": lambda content: pickle.dumps({"kit": 1}),
-    "empty": lambda content: b"",
-    "truncated": lambda content: content[:-1],
-    "text": lambda content: b"hello",
-    "one array": lambda content: _one_array(),
-}
+    "a pickle": lambda content: pickle.dumps({"kit": 1}), "empty": lambda content: b"", "truncated": lambda content: content[:-1],
+    "text": lambda content: b"hello", "one array": lambda content: _one_array(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -55,15 +55,10 @@ def with_value(value: float) -> Tensor:
 
 
 BAD_BATCHES: dict[str, Callable[[], Any]] = {
-    "nan": lambda: with_value(float("nan")),
-    "infinite": lambda: with_value(float("inf")),
-    "shape": lambda: torch.randn(4, 2, 6, 7),
-    "rank": lambda: torch.randn(2, 6, 6),
-    "dtype": lambda: batch().double(),
-    "not-a-tensor": lambda: "image",
-    "missing-key": lambda: {"picture": batch(), "label": 3},
-    "no-items": lambda: (),
-}
+    "nan": lambda: with_value(float("nan")), "infinite": lambda: with_value(float("inf")), "shape": lambda: torch.randn(4, 2, 6, 7),
+    "rank": lambda: torch.randn(2, 6, 6), "dtype": lambda: batch().double(), "not-a-tensor": lambda: "image",
+    "missing-key": lambda: {"picture": batch(), "label": 3}, "no-items": lambda: (),
+}  # fmt: skip
 
 
 @pytest.mark.sweep(4)

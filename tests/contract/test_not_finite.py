@@ -204,13 +204,9 @@ def test_what_inference_mode_evaluated_can_be_trained(mode: str) -> None:
 
 
 POLES: dict[str, Callable[[Tensor], Tensor]] = {
-    "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt,
-    "log": torch.log,
-    "reciprocal": torch.reciprocal,
-    "pow": lambda x: x**0.3,
+    "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "log": torch.log, "reciprocal": torch.reciprocal, "pow": lambda x: x**0.3,
     "log of what is clamped": lambda x: torch.log(x.clamp_min(1e-6)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", POLES)

@@ -181,15 +181,10 @@ def test_containers_and_plain_tensors_of_a_module_are_copied() -> None:
 
 # ---- dtypes and devices -------------------------------------------------------------------------------------------------
 CONVERSIONS = {
-    "double": lambda m: m.double(),
-    "half": lambda m: m.half(),
-    "bfloat16": lambda m: m.bfloat16(),
-    "to": lambda m: m.to(torch.float16),
-    "to both": lambda m: m.to("cpu", torch.float64),
-    "to like": lambda m: m.to(torch.zeros(1, dtype=torch.bfloat16)),
-    "type": lambda m: m.type(torch.float64),
-    "around": lambda m: nn.Sequential(m).half(),
-}
+    "double": lambda m: m.double(), "half": lambda m: m.half(), "bfloat16": lambda m: m.bfloat16(), "to": lambda m: m.to(torch.float16),
+    "to both": lambda m: m.to("cpu", torch.float64), "to like": lambda m: m.to(torch.zeros(1, dtype=torch.bfloat16)),
+    "type": lambda m: m.type(torch.float64), "around": lambda m: nn.Sequential(m).half(),
+}  # fmt: skip
 
 
 @pytest.mark.sweep(3)

@@ -87,7 +87,8 @@ def compiled(network: str, target: str) -> Compiled:
         fused.update(_fused(gm))
         return 0
 
-    prepared = fxq.calibrate(fxq.prepare(model, batch, target, options=fxq.Options(passes={"activation.fuse": count})), [batch])
+    prepared = fxq.prepare(model, batch, target, options=fxq.Options(passes={"activation.fuse": count}, without_vnni=False))
+    fxq.calibrate(prepared, [batch])
     return Compiled(batch, fused, prepared, fxq.convert(prepared))
 
 

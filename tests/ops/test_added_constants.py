@@ -31,14 +31,9 @@ by_format = pytest.mark.parametrize(("target", "dtype"), FORMATS, ids=lambda val
 
 Form = Callable[[Tensor, Any], Tensor]
 FORMS: dict[str, Form] = {
-    "x + c": lambda x, c: x + c,
-    "c - x": lambda x, c: c - x,
-    "x - c": lambda x, c: x - c,
-    "rsub": lambda x, c: torch.rsub(x, c),
-    "x + 3c": lambda x, c: torch.add(x, c, alpha=3),
-    "relu": lambda x, c: torch.relu(x + c),
-    "clamp": lambda x, c: (c - x).clamp(-5, 1e4),
-}
+    "x + c": lambda x, c: x + c, "c - x": lambda x, c: c - x, "x - c": lambda x, c: x - c, "rsub": lambda x, c: torch.rsub(x, c),
+    "x + 3c": lambda x, c: torch.add(x, c, alpha=3), "relu": lambda x, c: torch.relu(x + c), "clamp": lambda x, c: (c - x).clamp(-5, 1e4),
+}  # fmt: skip
 
 
 class Sums(nn.Module):

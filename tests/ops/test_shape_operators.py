@@ -232,13 +232,10 @@ def assigned(x: Tensor, index: Any) -> Tensor:
 
 
 LISTS: dict[str, list[Any]] = {
-    "slices": [slice(None), slice(0, 2)],
-    "an ellipsis": [..., 0],
-    "lists": [slice(None), [0, 1], [1, 2]],
-    "tensors": [slice(None), torch.tensor([0, 2]), torch.tensor([1, 1])],
-    "a range": [slice(None), range(2)],
+    "slices": [slice(None), slice(0, 2)], "an ellipsis": [..., 0], "lists": [slice(None), [0, 1], [1, 2]],
+    "tensors": [slice(None), torch.tensor([0, 2]), torch.tensor([1, 1])], "a range": [slice(None), range(2)],
     "steps": [slice(None), slice(None, None, 2), 1],
-}
+}  # fmt: skip
 
 
 @pytest.mark.sweep(3)

@@ -21,16 +21,11 @@ def Outputs(self, x: Tensor) -> dict[str, Tensor]:
     """Sums with and without a residual, limited, read by operators as well, squashed, of a layer that is called twice, and moved."""
     read, squashed = self.read(x), torch.sigmoid(self.squashed(x))
     return {
-        "image": x + self.image(x),
-        "limited": F.relu6(self.limited(x)),
-        "read": read,
-        "squashed": squashed,
-        "after": self.after(torch.cat([read, squashed], 1).mean((2, 3))),
-        "twice": self.twice(self.twice(x)),
-        "moved": self.moved(x).permute(0, 2, 3, 1).reshape(x.shape[0], -1),
-        "float": torch.fft.fft(self.moved(x)).real,
+        "image": x + self.image(x), "limited": F.relu6(self.limited(x)), "read": read, "squashed": squashed,
+        "after": self.after(torch.cat([read, squashed], 1).mean((2, 3))), "twice": self.twice(self.twice(x)),
+        "moved": self.moved(x).permute(0, 2, 3, 1).reshape(x.shape[0], -1), "float": torch.fft.fft(self.moved(x)).real,
         "parts": torch.cat([self.boxes(x), self.scores(x)], 1),
-    }
+    }  # fmt: skip
 
 
 SUMS = {"image", "after", "twice_1", "moved", "moved_1", "boxes", "scores"}

@@ -126,14 +126,11 @@ def test_a_limit_that_dropout_would_move_stays_after_it(dropout: nn.Module, limi
 
 
 CHAINS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu, then at most": lambda x: F.relu(x).clamp(max=0.5),
-    "narrower": lambda x: x.clamp(-0.5, 0.5).clamp(-0.2, 0.3),
-    "wider": lambda x: x.clamp(-0.2, 0.3).clamp(-0.5, 0.5),
-    "above": lambda x: x.clamp(-0.2, 0.1).clamp(0.3, 0.5),
-    "below": lambda x: F.relu(x).clamp(max=-0.25),
-    "three": lambda x: F.hardtanh(F.relu6(x)).clamp(min=0.1),
+    "relu, then at most": lambda x: F.relu(x).clamp(max=0.5), "narrower": lambda x: x.clamp(-0.5, 0.5).clamp(-0.2, 0.3),
+    "wider": lambda x: x.clamp(-0.2, 0.3).clamp(-0.5, 0.5), "above": lambda x: x.clamp(-0.2, 0.1).clamp(0.3, 0.5),
+    "below": lambda x: F.relu(x).clamp(max=-0.25), "three": lambda x: F.hardtanh(F.relu6(x)).clamp(min=0.1),
     "crossed": lambda x: x.clamp(0.5, 0.25).clamp(-1, 0.4),
-}
+}  # fmt: skip
 
 
 @pytest.mark.sweep(5)

@@ -42,18 +42,12 @@ def converted(model: nn.Module, example: Any, qconfig: Any = DYNAMIC, target: st
 # ---- the arithmetic --------------------------------------------------------------------------------------------------------
 X = drawn(3, 5)
 OPERANDS = {
-    "both signs": X,
-    "positive": X.abs() + 1,
-    "negative": -X.abs() - 1,
-    "zeros": torch.zeros(2, 5),
-    "ties": torch.tensor([[-127.0, 128.0, 0.5, 1.5, -2.5]]),
-    "subnormal": X * 1e-42,
+    "both signs": X, "positive": X.abs() + 1, "negative": -X.abs() - 1, "zeros": torch.zeros(2, 5),
+    "ties": torch.tensor([[-127.0, 128.0, 0.5, 1.5, -2.5]]), "subnormal": X * 1e-42,
     "tiny beside large": torch.tensor([[1e-36, -1e-30, 1e30, 3e-38, 0.0]]),
-    "the whole range": torch.tensor([[3e38, -3e38, 1.0, 2.0**126, -0.0]]),
-    "NaN": torch.tensor([[torch.nan, 1.0, -2.0, 0.25, torch.nan]]),
-    "infinite": torch.tensor([[torch.inf, 1.0, -torch.inf, 0.25, 3.0]]),
-    "one value": torch.full((2, 5), 7.0),
-}
+    "the whole range": torch.tensor([[3e38, -3e38, 1.0, 2.0**126, -0.0]]), "NaN": torch.tensor([[torch.nan, 1.0, -2.0, 0.25, torch.nan]]),
+    "infinite": torch.tensor([[torch.inf, 1.0, -torch.inf, 0.25, 3.0]]), "one value": torch.full((2, 5), 7.0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPERANDS)

@@ -105,15 +105,10 @@ def train(model: Any, steps: int) -> list[Tensor]:
 
 
 STAGES: dict[str, Callable[[], Any]] = {
-    "traced": traced,
-    "uncalibrated": lambda: prepared(calibrated=False),
-    "calibrated": prepared,
-    "real": lambda: prepared(target="nash-e"),
-    "training": training,
-    "integer": lambda: fxq.convert(prepared()),
-    "integer real": lambda: fxq.convert(prepared(target="nash-e")),
+    "traced": traced, "uncalibrated": lambda: prepared(calibrated=False), "calibrated": prepared, "real": lambda: prepared(target="nash-e"),
+    "training": training, "integer": lambda: fxq.convert(prepared()), "integer real": lambda: fxq.convert(prepared(target="nash-e")),
     **{f"until {name}": functools.partial(prepared, False, until=name) for name in ("canonical.rewrite", "specs.annotate", "scales.share")},
-}
+}  # fmt: skip
 
 
 @pytest.fixture

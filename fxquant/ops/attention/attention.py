@@ -14,19 +14,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import dropped_in_training, largest_size
-from fxquant.ops.attention.softmax import (
-    HIDDEN,
-    Hiding,
-    added,
-    is_scores,
-    kept,
-    may_hide,
-    parts_of,
-    repeated,
-    shares,
-    terms_of,
-    with_empty_rows,
-)
+from fxquant.ops.attention import softmax as masking
+from fxquant.ops.attention.softmax import HIDDEN, Hiding, added, is_scores, kept, may_hide, repeated, shares, terms_of, with_empty_rows
 from fxquant.ops.core import OPERATORS, WIDE, Builder, TensorFact, composite, fact, is_parameter, taking
 from fxquant.ops.core.declare import bound
 from fxquant.ops.core.record import Parameter, calls
@@ -79,7 +68,7 @@ class Mask:
         if is_scores(mask):
             self.scores.append(mask)
             return
-        hides, adds = parts_of(mask, dim)
+        hides, adds = masking.parts_of(mask, dim)
         if hides:
             self.hide(self.build.host(kept, mask, dim))
         if adds:

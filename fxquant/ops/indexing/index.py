@@ -13,22 +13,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import BatchDim, Size, TensorFact, fact, is_parameter, shape_of
-from fxquant.ops.core import NORMED, Builder, Call, Layer, Lowering, Quantized, are_fixed, known_size, places, selected
-from fxquant.ops.core.declare import (
-    bound,
-    composite,
-    dtype_of,
-    first_reason,
-    fixed,
-    fixed_along,
-    function_and_method,
-    has_dimensions,
-    listed,
-    lowered,
-    needs,
-    on_the_output,
-    settings_of,
-)
+from fxquant.ops.core import NORMED, Builder, Call, Layer, Lowering, Quantized, are_fixed, declare, known_size, places, selected
+from fxquant.ops.core.declare import bound, dtype_of, fixed, function_and_method, listed, lowered, needs, on_the_output, settings_of
 from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
 from fxquant.ops.core.record import Instead, Own, Plain, Same, Trait, operator_named
 from fxquant.ops.core.samples import ROUNDED, sampled
@@ -121,7 +107,7 @@ def places_of(c: Call) -> str:
     return index if isinstance(index, str) else c.e.constant(c.real("index"))
 
 
-refuses_index = first_reason(
+refuses_index = declare.first_reason(
     needs("its index is not an integer tensor", lambda arguments: dtype_of(arguments["index"]) in (torch.int64, torch.int32)),
     fixed(because="it indexes the batch"),
 )
@@ -444,7 +430,7 @@ def _counted_along(input: Any, dim: Any = None) -> dict[str, Any] | str:
     adapt=_counted_along,
     reads=("input",),
     onnx=lambda c: c.reduced("ReduceSum", c.do("Cast", c.operand("input"), to=torch.int64), list(c["dim"]), False),
-    refuses=(has_dimensions(), fixed_along("dim", "it counts over the batch, whose size is not fixed")),
+    refuses=(declare.has_dimensions(), declare.fixed_along("dim", "it counts over the batch, whose size is not fixed")),
     demand=Plain("int64"),
 )
 @sampled("torch.count_nonzero(x > 0.2, (1, 2))", "(x > 0.2).count_nonzero(1)")
@@ -486,7 +472,7 @@ def _refuses_bags(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if len(input_fact.shape) == 2 else OFFSETS
 
 
-@composite(
+@declare.composite(
     operands=("per_sample_weights",),
     function=lambda input, offsets=None, per_sample_weights=None, weight=None, mode="mean", sparse=False: F.embedding_bag(
         input, weight, offsets, mode=mode, per_sample_weights=per_sample_weights, sparse=sparse
