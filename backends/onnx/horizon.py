@@ -155,6 +155,7 @@ class HorizonWriter(QdqWriter):
     without_vnni: Mapping[str, Any] = {}
     renames = False
     calls = HorizonCall
+    unrolls = True
 
     @property
     def in_floats(self) -> list[fx.Node]:

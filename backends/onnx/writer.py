@@ -5,6 +5,7 @@ a model-local function. Every node of the integer graph is a value of equal name
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +26,7 @@ from fxquant.ir import loops
 from fxquant.ir.graph import Size, TensorFact, annotation, fact, fused, resolve, sizes_of_input
 from fxquant.ir.integer import channel_exponents, qparams, zero_point
 from fxquant.numerics.grids import PLAIN_TYPES
-from fxquant.primitives import PRIMITIVES, Primitive, Role, role_of
+from fxquant.primitives import PRIMITIVES, Primitive, Role, loop, role_of
 from fxquant.primitives.quantization import dequantize, quantize, requantize_real
 from fxquant.version import __version__
 
@@ -64,9 +65,10 @@ class Emitter:
         self.wide = torch.float64
         self.scope = scope
         self.taken = taken
-        self.nodes: list[onnx.NodeProto] = []
+        self.outermost = self.nodes = list[onnx.NodeProto]()  # `nodes` are those of a loop while that is written
         self.producers: dict[str, onnx.NodeProto] = {}  # by the value that each computes
         self.types: dict[str, torch.dtype] = {}
+        self.converted: dict[Any, str] = {}  # values in another dtype; those that a loop's body computes are not kept after it
         self.dtypes: set[torch.dtype] = set()  # of all that nodes compute, inside functions too
         self.constants: dict[Any, str] = {}
         self.initializers: list[onnx.TensorProto] = []
@@ -114,10 +116,23 @@ class Emitter:
             dtype = torch.float32
         tensor = torch.as_tensor(value, dtype=dtype, device="cpu")
         array = tensor.contiguous().numpy(force=True)
-        key = (array.dtype.str, array.shape, array.tobytes())
+        key = _key(array)
         if key not in self.constants:
             self.constants[key] = self._store(array)
             self.types[self.constants[key]] = tensor.dtype
+        return self.constants[key]
+
+    def table(self, value: Tensor) -> str:
+        key = _key(value.numpy(force=True))
+        lines = None if key in self.constants else _lines(value.cpu())
+        if lines is None:
+            return self.constant(value)
+        first, slope, steps, places, entries = map(self.constant, lines)
+        nodes, self.nodes = self.nodes, []
+        floors = self.node("Floor", self.node("Add", first, self.node("Mul", slope, steps)))
+        flat = self.node("Reshape", self.node("Cast", floors, to=value.dtype), self.constant([-1], torch.int64))
+        self.constants[key] = self.node("ScatterElements", flat, places, entries, axis=0) if len(lines[-1]) else flat
+        self.outermost[:0], self.nodes = self.nodes, nodes
         return self.constants[key]
 
     def own_constant(self, value: Tensor) -> str:
@@ -157,6 +172,42 @@ class Emitter:
         return f"{self.scope}/{operator}_{self.count}" if self.scope else f"{operator}_{self.count}"
 
 
+def _key(array: np.ndarray[Any, Any]) -> Any:
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+SMALLEST_TABLE = 4096  # entries
+
+
+def _lines(table: Tensor) -> tuple[Tensor, ...] | None:
+    """Return float32 lines ⌊first + slope · steps⌋ of (pieces, 1) and (length,), and the places and entries of a table that lie on none.
+
+    All sums are multiples of one power of two that float32 holds. None where the table itself has as few bytes.
+    """
+    best, size = None, table.numel() * table.element_size() // 2
+    bits = 24 - (int(table.long().abs().max()) + 1).bit_length()
+    for length in (128, 64, 32) if table.numel() >= SMALLEST_TABLE and table.numel() % 128 == 0 else ():
+        low, steps = table.long().view(-1, length) << bits, torch.arange(length, device="cpu")
+
+        def ends(slope: Tensor, low: Tensor = low, steps: Tensor = steps) -> tuple[Tensor, Tensor]:
+            begins = low - slope * steps
+            return begins.amax(1, True), begins.amin(1, True)
+
+        reach = low[:, -1:] - low[:, :1]
+        least, most = (reach - 2**bits) // (length - 1), (reach + 2**bits) // (length - 1)
+        while bool((least < most).any()):  # the slope at which the entries of a piece are nearest to one line
+            middle = (least + most) // 2
+            (top, bottom), (next_top, next_bottom) = ends(middle), ends(middle + 1)
+            nearer = next_top - next_bottom < top - bottom
+            least, most = torch.where(nearer, middle + 1, least), torch.where(nearer, most, middle)
+        sums = (sum(ends(least)) + 2**bits - 1) // 2 + least * steps
+        places = ((sums >> bits).flatten() != table).nonzero().flatten()
+        written = 8 * len(sums) + (4 + table.element_size()) * len(places)
+        if written < size and int(sums.abs().max()) <= 2**24:
+            best, size = (sums[:, :1] / 2**bits, least / 2**bits, steps.float(), places.int(), table[places]), written
+    return best
+
+
 def _shared(functions: dict[str, onnx.FunctionProto], function: onnx.FunctionProto) -> str:
     """Return the name of the one function with this body; a number is appended if another body has that name."""
     name, count = function.name, 1
@@ -168,6 +219,8 @@ def _shared(functions: dict[str, onnx.FunctionProto], function: onnx.FunctionPro
 
 class FunctionEmitter(Emitter):
     """An emitter for the body of a function, in which constants are nodes."""
+
+    table = Emitter.constant
 
     def _store(self, array: np.ndarray[Any, Any]) -> str:
         name = f"constant_{len(self.constants)}"
@@ -326,7 +379,8 @@ class Writer:
         if self.io == "integer" and self._stays_integer(node, record.kind):
             return
         self.emitter.wide = torch.int32 if node in self.in_int32 else torch.float64
-        result = self.emit(node, record)
+        with self.loop.before() if self.loop is not None and node.target is loop.state else nullcontext():
+            result = self.emit(node, record)
         if result is None:
             return
         name = self._named(result, node.name)
