@@ -10,6 +10,7 @@ import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
 
 import fxquant as fxq
@@ -17,6 +18,7 @@ from fxquant.accuracy.measure import Parts
 from fxquant.accuracy.walk import Walk
 from fxquant.backends.cpu import native
 from fxquant.errors import ExportError
+from fxquant.frontend.environment import OwnRandomNumbers
 from fxquant.ir import loops
 from fxquant.ir.graph import fact
 from fxquant.ir.integer import qparams, set_qparams
@@ -127,6 +129,21 @@ def test_files_are_smaller_than_those_of_the_float_model(layer: type[nn.Module],
     for style in ("exact", "fast", "qdq"):
         file = fxq.export_onnx(integer, tmp_path / f"{style}.onnx", style=style)
         assert file.stat().st_size < (tmp_path / "float.onnx").stat().st_size
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "tanh"])
+def test_tracing_calls_as_many_operators_without_values_whatever_the_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, dispatch = list[int](), OwnRandomNumbers.__torch_dispatch__
+
+    def counted(self: OwnRandomNumbers, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        counts[-1] += any(isinstance(each, FakeTensor) for each in args)
+        return dispatch(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(OwnRandomNumbers, "__torch_dispatch__", counted)
+    for steps in (4, 40):
+        counts.append(0)
+        fxq.trace(network(name), sequences(4, steps))
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])
