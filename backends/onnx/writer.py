@@ -176,36 +176,35 @@ def _key(array: np.ndarray[Any, Any]) -> Any:
     return array.dtype.str, array.shape, array.tobytes()
 
 
-SMALLEST_TABLE = 4096  # entries
+SMALLEST_TABLE, PIECE = 4096, 64  # entries of a table that is written as lines, and of a line
 
 
 def _lines(table: Tensor) -> tuple[Tensor, ...] | None:
-    """Return float32 lines ⌊first + slope · steps⌋ of (pieces, 1) and (length,), and the places and entries of a table that lie on none.
+    """Return float32 lines ⌊first + slope · steps⌋ of (pieces, 1) and (PIECE,), and the places and entries of a table that lie on none.
 
-    All sums are multiples of one power of two that float32 holds. None where the table itself has as few bytes.
+    All sums are multiples of one power of two that float32 holds. None where the table itself has fewer bytes.
     """
-    best, size = None, table.numel() * table.element_size() // 2
+    if table.numel() < SMALLEST_TABLE or table.numel() % PIECE:
+        return None
     bits = 24 - (int(table.long().abs().max()) + 1).bit_length()
-    for length in (128, 64, 32) if table.numel() >= SMALLEST_TABLE and table.numel() % 128 == 0 else ():
-        low, steps = table.long().view(-1, length) << bits, torch.arange(length, device="cpu")
+    low, steps = table.long().view(-1, PIECE) << bits, torch.arange(PIECE, device="cpu")
 
-        def ends(slope: Tensor, low: Tensor = low, steps: Tensor = steps) -> tuple[Tensor, Tensor]:
-            begins = low - slope * steps
-            return begins.amax(1, True), begins.amin(1, True)
+    def ends(slope: Tensor) -> tuple[Tensor, Tensor]:
+        begins = low - slope * steps
+        return begins.amax(1, True), begins.amin(1, True)
 
-        reach = low[:, -1:] - low[:, :1]
-        least, most = (reach - 2**bits) // (length - 1), (reach + 2**bits) // (length - 1)
-        while bool((least < most).any()):  # the slope at which the entries of a piece are nearest to one line
-            middle = (least + most) // 2
-            (top, bottom), (next_top, next_bottom) = ends(middle), ends(middle + 1)
-            nearer = next_top - next_bottom < top - bottom
-            least, most = torch.where(nearer, middle + 1, least), torch.where(nearer, most, middle)
-        sums = (sum(ends(least)) + 2**bits - 1) // 2 + least * steps
-        places = ((sums >> bits).flatten() != table).nonzero().flatten()
-        written = 8 * len(sums) + (4 + table.element_size()) * len(places)
-        if written < size and int(sums.abs().max()) <= 2**24:
-            best, size = (sums[:, :1] / 2**bits, least / 2**bits, steps.float(), places.int(), table[places]), written
-    return best
+    reach = low[:, -1:] - low[:, :1]
+    least, most = (reach - 2**bits) // (PIECE - 1), (reach + 2**bits) // (PIECE - 1)
+    while bool((least < most).any()):  # the slope at which the entries of a piece are nearest to one line
+        middle = (least + most) // 2
+        (top, bottom), (next_top, next_bottom) = ends(middle), ends(middle + 1)
+        nearer = next_top - next_bottom < top - bottom
+        least, most = torch.where(nearer, middle + 1, least), torch.where(nearer, most, middle)
+    sums = (sum(ends(least)) + 2**bits - 1) // 2 + least * steps
+    places = ((sums >> bits).flatten() != table).nonzero().flatten()
+    lines = sums[:, :1] / 2**bits, least / 2**bits, steps.float(), places.int(), table[places]
+    fewer = sum(each.numel() * each.element_size() for each in lines) < table.numel() * table.element_size()
+    return lines if fewer and int(sums.abs().max()) <= 2**24 else None
 
 
 def _shared(functions: dict[str, onnx.FunctionProto], function: onnx.FunctionProto) -> str:
