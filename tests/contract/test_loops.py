@@ -94,6 +94,8 @@ def test_forms_without_loops_write_the_steps_out(name: str, target: str, tmp_pat
     flat = fxq.export.unrolled(integer)
     assert not loops.bodies(flat.graph)
     assert all_equal(flat(sequences(3, 4)), integer(sequences(3, 4)))
+    fxq.export.export_segments(integer, tmp_path / "segments")
+    assert all_equal(fxq.export.run_segments(tmp_path / "segments", sequences(3, 4)), tree_leaves(integer(sequences(3, 4))))
     fxq.export.export_c(integer, tmp_path / "model.c", batch_size=2)
     for opset, loops_in_file in ((11, 0), (21, len(loops.bodies(integer.graph)))):
         file = fxq.export_onnx(integer, tmp_path / "qdq.onnx", style="qdq", opset=opset)
