@@ -23,7 +23,7 @@ from fxquant.kernels.kernel import ALIGNMENT, BIASED, Binding, Bound, Built, Cha
 from fxquant.numerics.grids import INT32_MAX, LARGEST_DYNAMIC, SMALLEST_DYNAMIC
 from fxquant.primitives import Role, role_of, shape
 from fxquant.primitives.quantization import HALF_STEPS, TIES, half_step, requantize_real
-from fxquant.support.files import address, point
+from fxquant.support.files import address, point, readable
 
 LANES = 16  # output channels that are summed side by side
 
@@ -413,8 +413,8 @@ def native_dynamic(site: Site) -> Built:
         place, sums = ctypes.addressof(own), own.sum
 
         def bound(operands: Sequence[Tensor], output: Tensor, _keeps: Any = (own, keeps)) -> None:
-            (operand,) = point(own, [("input", operands[0].contiguous())])
-            own.output = address(output)
+            operand = readable(operands[0].contiguous())
+            own.input, own.output = address(operand), address(output)
             sums.batch = operand.numel() // inputs
             sums.threads = torch.get_num_threads()
             loaded.fxq_dynamic(place)

@@ -45,7 +45,8 @@ def at_once(model: Any, start: fx.Node, frame: loops.Frame, values: dict[str, An
     sources = {each.name: resolve(model, str(each.target)) for each in reads if each.name in values}
     if not all(isinstance(each, QuantizedOperator) and not each.plain for each in sources.values()):
         return
-    held = [each for module in (*operators.values(), *sources.values()) for each in (*module.parameters(), *module.buffers())]
+    modules = [module for each in (*operators.values(), *sources.values()) for module in each.modules()]
+    held = [each for module in modules for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
     held += [each for node in reads if is_parameter(node) and isinstance(each := parameter_value(model, node), Tensor)]
     if any(each.is_inference() for each in held):
         return

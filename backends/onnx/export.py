@@ -24,11 +24,10 @@ from fxquant.backends.onnx.writer import TYPES, Writer, has_kernels, pairs_fit, 
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import BATCH_SIZES, by_name, fact, resolve
 from fxquant.ir.integer import qparams
-from fxquant.ir.loops import bodies
 from fxquant.kernels.admission import DRAWN, MOST_DRAWS, evaluate, of_any_range, pairs_of_ends, whole_range
 from fxquant.kernels.kernel import Match
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT8
-from fxquant.prepared.sizes import unrolled, with_integer_loops
+from fxquant.prepared.sizes import with_integer_loops
 from fxquant.prepared.stage import require_integer
 from fxquant.primitives import PRIMITIVES, Role, role_of
 from fxquant.primitives.elementwise import lookup
@@ -311,17 +310,12 @@ class Style:
     exact: bool = True  # whether a file has the integer model's bits; `verify` measures the difference of one that has not
 
 
-def written_out(integer: fx.GraphModule) -> fx.GraphModule:
-    """Return the model without loops, for the styles that have none."""
-    return unrolled(integer) if bodies(integer.graph) else integer
-
-
 def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names, runtime: str | None = None) -> onnx.ModelProto:
     """Return the model in style "fast" where that runtime has its kernels and they are exact, else in style "exact"."""
     model, here = None, runtime == RUNTIME_NAMES[0]
     if here or (runtime is None and has_kernels(integer)):
         try:
-            model = write_fast(written_out(integer), io, opset, names, plain=not here)
+            model = write_fast(with_integer_loops(integer), io, opset, names, plain=not here)
         except ExportError as error:  # the model differs as a whole, or nothing can be written, which the exact style reports as well
             logger.warning("style 'auto': 'fast' cannot be used: %s", error.because)
     style, where = "exact" if model is None else "fast", runtime or ("any runtime" if model is None else RUNTIME_NAMES[0])
@@ -330,7 +324,7 @@ def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names, runtime: s
 
 
 def _exact(integer: fx.GraphModule, io: str, opset: int, names: Names, functions: bool = False) -> onnx.ModelProto:
-    writer = Writer(with_integer_loops(integer) if bodies(integer.graph) else integer, io, opset, {} if functions else None)
+    writer = Writer(with_integer_loops(integer), io, opset, {} if functions else None)
     model = writer.write(*names)
     if torch.float64 in writer.emitter.dtypes:
         logger.info(
@@ -340,7 +334,7 @@ def _exact(integer: fx.GraphModule, io: str, opset: int, names: Names, functions
 
 
 def _fast(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
-    model = write_fast(written_out(integer), io, opset, names)
+    model = write_fast(with_integer_loops(integer), io, opset, names)
     assert model is not None
     return model
 

@@ -43,7 +43,6 @@ class FastWriter(Writer):
     def __init__(self, integer: fx.GraphModule, io: str, opset: int, refused: Collection[str] = ()) -> None:
         super().__init__(integer, io, opset)
         self.refused = refused
-        self.converted: dict[tuple[str, torch.dtype], str] = {}
         self.functions = {node for node in integer.graph.nodes if fast_parts.computes(integer, node, opset)}
         self.parts = {part for node in integer.graph.nodes for part in self.parts_of(node)}
 
@@ -137,16 +136,16 @@ class FastWriter(Writer):
         return self.emitter.types.get(name) == torch.uint8 and (name in self.tensors or all(info.name != name for info in self.inputs))
 
     def _as(self, name: str, dtype: torch.dtype, zero_point: int) -> str:
-        if (name, dtype) not in self.converted:
-            e = self.emitter
+        e = self.emitter
+        if (name, dtype) not in e.converted:
             value = e.node("Cast", name, to=torch.float32)
             if dtype == torch.uint8:
                 value = e.node("Cast", e.node("Add", value, e.constant(float(zero_point))), to=dtype)
             else:
                 value = e.node("Sub", value, e.constant(float(zero_point))) if zero_point else value
                 value = value if dtype == torch.float32 else e.node("Cast", value, to=dtype)
-            self.converted[name, dtype] = value
-        return self.converted[name, dtype]
+            e.converted[name, dtype] = value
+        return e.converted[name, dtype]
 
 
 # ---- forms ----------------------------------------------------------------------------------------------------------
@@ -358,7 +357,6 @@ class SumsWriter(Writer):
     def __init__(self, integer: fx.GraphModule, io: str, opset: int, refused: Collection[str] = ()) -> None:
         super().__init__(integer, io, opset)
         self.refused = refused
-        self.shifted: dict[str, str] = {}
         self.placed: dict[fx.Node, Placed] = {}
         self.parts: set[fx.Node] = set()
 
@@ -449,15 +447,15 @@ class SumsWriter(Writer):
         return e.node("Mul", e.node("Floor", value), e.constant(scale)) if shift else value
 
     def _shifted(self, value: str) -> str:
-        if value not in self.shifted:
-            e = self.emitter
+        e = self.emitter
+        if (value, torch.uint8) not in e.converted:
             if self.opset >= BITWISE_OPSET:
                 moved = e.node("BitwiseXor", e.node("Cast", value, to=torch.uint8), e.constant(ZERO_POINT, torch.uint8))
             else:
                 raised = e.node("Add", e.node("Cast", value, to=torch.float32), e.constant(float(ZERO_POINT)))
                 moved = e.node("Cast", raised, to=torch.uint8)
-            self.shifted[value] = moved
-        return self.shifted[value]
+            e.converted[value, torch.uint8] = moved
+        return e.converted[value, torch.uint8]
 
 
 @declaring(BYTES)(elementwise.lookup)

@@ -155,6 +155,7 @@ class HorizonWriter(QdqWriter):
     in_bytes = False
     renames = False
     calls = HorizonCall
+    unrolls = True
 
     @property
     def in_floats(self) -> list[fx.Node]:

@@ -6,7 +6,8 @@ iteration computes step t again, which nothing reads. So the numbers of all step
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import onnx
@@ -26,14 +27,22 @@ class Loop:
     def __init__(self, emitter: Any, infos: list[onnx.ValueInfoProto], start: fx.Node, count: int | str) -> None:
         self.emitter, self.start, self.name = emitter, start, start.name
         self.count = emitter.constant(count, torch.int64) if isinstance(count, int) else count
-        self.outer, self.infos, self.known = emitter.nodes, infos, len(infos)
-        emitter.nodes = []
+        self.outer, self.converted, self.infos, self.known = emitter.nodes, emitter.converted, infos, len(infos)
+        emitter.nodes, emitter.converted = [], self.converted.copy()
         self.iteration, self.going = f"{self.name}/iteration", f"{self.name}/going"
         emitter.types[self.iteration], emitter.types[self.going] = torch.int64, torch.bool
         self.shapes: dict[Any, tuple[Size, ...]] = {user.args[2]: fact(user).shape for user in start.users if user.target is loop.state}
         self.first: dict[Any, str] = {}  # by position: what the first step gave
         self.given: dict[Any, str] = {}  # what a step is given, and what it gives, which has the name of its node
         self.next: dict[Any, str] = {user.args[2]: user.name for user in start.users if user.target is loop.carry}
+
+    @contextmanager
+    def before(self) -> Iterator[None]:
+        """Write nodes before the loop."""
+        e, within = self.emitter, (self.emitter.nodes, self.emitter.converted)
+        e.nodes, e.converted = self.outer, self.converted
+        yield
+        e.nodes, e.converted = within
 
     def place(self, e: Any, backwards: bool) -> str:
         """Return the place in the sequence of the step that an iteration computes."""
@@ -78,7 +87,7 @@ class Loop:
         ]
         body = helper.make_graph(e.nodes, f"{self.name}/body", inputs, outputs, value_info=self.infos[self.known :])
         del self.infos[self.known :]
-        e.nodes = self.outer
+        e.nodes, e.converted = self.outer, self.converted
         names = [*(f"{self.name}/after_{index}" for index in states), *(f"{self.name}/last_{index}" for index in last)]
         names += [f"{self.name}/every_{index}" for index in every]
         operands = [self.count, e.constant(True), *(self.first[index] for index in states), *(self.first[index] for index in last)]

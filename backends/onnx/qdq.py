@@ -22,9 +22,11 @@ from fxquant.ops import BY_NAME, Operator, Own
 from fxquant.ops.core.composite import DEQUANTIZE, QUANTIZE
 from fxquant.ops.core.form import INT16_OPSET, Call
 from fxquant.ops.movement.pad import pad
-from fxquant.prepared.sizes import unrolled
+from fxquant.prepared.sizes import unrolled, with_integer_loops
 from fxquant.primitives import PRIMITIVES, Primitive, Role, role_of, shape
 from fxquant.primitives.quantization import as_float32, dequantize
+
+LOOP_OPSET = 12  # the first whose operators count the steps of a loop
 
 
 class QdqWriter(Writer):
@@ -33,9 +35,10 @@ class QdqWriter(Writer):
     style = "qdq"
     calls = Call
     in_bytes = True
+    unrolls = False  # whether loops are written step by step
 
     def __init__(self, integer: fx.GraphModule, io: str, opset: int) -> None:
-        integer = unrolled(integer)
+        integer = unrolled(integer) if self.unrolls or opset < LOOP_OPSET else with_integer_loops(integer)
         super().__init__(integer, io, opset)
         self.nodes = {node.name: node for node in integer.graph.nodes}
         self.operations = {node.name: described for node in integer.graph.nodes if (described := operation(node)) is not None}
@@ -43,8 +46,12 @@ class QdqWriter(Writer):
         for node in integer.graph.nodes:
             if node.op == "call_function" and node.target in PRIMITIVES:
                 self.lowered.setdefault(origin(node), []).append(node)
-        self.reals: dict[str, str] = {}  # the float value of each node, by the node's name
         self._check()
+
+    @property
+    def reals(self) -> dict[Any, str]:
+        """The float value of each node, by the node's name."""
+        return self.emitter.converted
 
     def _check(self) -> None:
         for node in self.in_floats if self.io == "integer" else ():
@@ -73,7 +80,7 @@ class QdqWriter(Writer):
     # ---- nodes ------------------------------------------------------------------------------------------------------
 
     def emit(self, node: fx.Node, record: Primitive) -> str | None:
-        if record.kind == "dynamic":  # operand and result are float values without a grid
+        if record.kind == "dynamic" or record.role in (Role.LOOP, Role.LEAVING):  # float values without a grid, or integers that only move
             return super().emit(node, record)
         applied = self.operations[origin(node)]
         operator = BY_NAME[applied.name]

@@ -28,6 +28,7 @@ from fxquant.backends.onnx.export import STYLES, check_arguments, save_models
 from fxquant.backends.onnx.metadata import read_metadata
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
+from fxquant.ir import loops
 from fxquant.ir.graph import is_python
 from fxquant.ir.model import Model
 from fxquant.support.arguments import FOLDER, by_names, checked, choice
@@ -98,13 +99,15 @@ def _alone(integer: fx.GraphModule, nodes: list[fx.Node], part: Segment, outputs
     def copied(node: fx.Node) -> fx.Node:
         """Return a node's copy; a parameter or a number is copied at its first reader."""
         if node not in copies:
-            for operand in node.all_input_nodes:
+            for operand in (*node.all_input_nodes, *(loops.reads(node) if node.target is loops.begin else ())):
                 copied(operand)
             copies[node] = graph.node_copy(node, copies.__getitem__)
         return copies[node]
 
-    for node in nodes:
-        copied(node)
+    within = set(nodes)
+    for node in integer.graph.nodes:
+        if node in within or (node.target is loops.end and node.args[0] in copies):
+            copied(node)
     graph.output(tuple(copied(named[name]) for name in outputs))
     return Model.of(integer, graph)
 

@@ -5,6 +5,7 @@ a model-local function. Every node of the integer graph is a value of equal name
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +27,7 @@ from fxquant.ir.graph import Size, TensorFact, annotation, fact, fused, resolve,
 from fxquant.ir.integer import channel_exponents, qparams, zero_point
 from fxquant.numerics.grids import LARGEST_PAIR, PLAIN_TYPES, largest_pairs
 from fxquant.ops.core.form import PER_CHANNEL_OPSET
-from fxquant.primitives import PRIMITIVES, Primitive, Role, role_of
+from fxquant.primitives import PRIMITIVES, Primitive, Role, loop, role_of
 from fxquant.primitives.quantization import dequantize, quantize, requantize_real
 from fxquant.version import __version__
 
@@ -65,9 +66,10 @@ class Emitter:
         self.wide = torch.float64
         self.scope = scope
         self.taken = taken
-        self.nodes: list[onnx.NodeProto] = []
+        self.outermost = self.nodes = list[onnx.NodeProto]()  # `nodes` are those of a loop while that is written
         self.producers: dict[str, onnx.NodeProto] = {}  # by the value that each computes
         self.types: dict[str, torch.dtype] = {}
+        self.converted: dict[Any, str] = {}  # values in another dtype; those that a loop's body computes are not kept after it
         self.dtypes: set[torch.dtype] = set()  # of all that nodes compute, inside functions too
         self.constants: dict[Any, str] = {}
         self.initializers: list[onnx.TensorProto] = []
@@ -115,10 +117,23 @@ class Emitter:
             dtype = torch.float32
         tensor = torch.as_tensor(value, dtype=dtype, device="cpu")
         array = tensor.contiguous().numpy(force=True)
-        key = (array.dtype.str, array.shape, array.tobytes())
+        key = _key(array)
         if key not in self.constants:
             self.constants[key] = self._store(array)
             self.types[self.constants[key]] = tensor.dtype
+        return self.constants[key]
+
+    def table(self, value: Tensor) -> str:
+        key = _key(value.numpy(force=True))
+        lines = None if key in self.constants else _lines(value.cpu())
+        if lines is None:
+            return self.constant(value)
+        first, slope, steps, places, entries = map(self.constant, lines)
+        nodes, self.nodes = self.nodes, []
+        floors = self.node("Floor", self.node("Add", first, self.node("Mul", slope, steps)))
+        flat = self.node("Reshape", self.node("Cast", floors, to=value.dtype), self.constant([-1], torch.int64))
+        self.constants[key] = self.node("ScatterElements", flat, places, entries, axis=0) if len(lines[-1]) else flat
+        self.outermost[:0], self.nodes = self.nodes, nodes
         return self.constants[key]
 
     def own_constant(self, value: Tensor) -> str:
@@ -158,6 +173,41 @@ class Emitter:
         return f"{self.scope}/{operator}_{self.count}" if self.scope else f"{operator}_{self.count}"
 
 
+def _key(array: np.ndarray[Any, Any]) -> Any:
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+SMALLEST_TABLE, PIECE = 4096, 64  # entries of a table that is written as lines, and of a line
+
+
+def _lines(table: Tensor) -> tuple[Tensor, ...] | None:
+    """Return float32 lines ⌊first + slope · steps⌋ of (pieces, 1) and (PIECE,), and the places and entries of a table that lie on none.
+
+    All sums are multiples of one power of two that float32 holds. None where the table itself has fewer bytes.
+    """
+    if table.numel() < SMALLEST_TABLE or table.numel() % PIECE:
+        return None
+    bits = 24 - (int(table.long().abs().max()) + 1).bit_length()
+    low, steps = table.long().view(-1, PIECE) << bits, torch.arange(PIECE, device="cpu")
+
+    def ends(slope: Tensor) -> tuple[Tensor, Tensor]:
+        begins = low - slope * steps
+        return begins.amax(1, True), begins.amin(1, True)
+
+    reach = low[:, -1:] - low[:, :1]
+    least, most = (reach - 2**bits) // (PIECE - 1), (reach + 2**bits) // (PIECE - 1)
+    while bool((least < most).any()):  # the slope at which the entries of a piece are nearest to one line
+        middle = (least + most) // 2
+        (top, bottom), (next_top, next_bottom) = ends(middle), ends(middle + 1)
+        nearer = next_top - next_bottom < top - bottom
+        least, most = torch.where(nearer, middle + 1, least), torch.where(nearer, most, middle)
+    sums = (sum(ends(least)) + 2**bits - 1) // 2 + least * steps
+    places = ((sums >> bits).flatten() != table).nonzero().flatten()
+    lines = sums[:, :1] / 2**bits, least / 2**bits, steps.float(), places.int(), table[places]
+    fewer = sum(each.numel() * each.element_size() for each in lines) < table.numel() * table.element_size()
+    return lines if fewer and int(sums.abs().max()) <= 2**24 else None
+
+
 def _shared(functions: dict[str, onnx.FunctionProto], function: onnx.FunctionProto) -> str:
     """Return the name of the one function with this body; a number is appended if another body has that name."""
     name, count = function.name, 1
@@ -169,6 +219,8 @@ def _shared(functions: dict[str, onnx.FunctionProto], function: onnx.FunctionPro
 
 class FunctionEmitter(Emitter):
     """An emitter for the body of a function, in which constants are nodes."""
+
+    table = Emitter.constant
 
     def _store(self, array: np.ndarray[Any, Any]) -> str:
         name = f"constant_{len(self.constants)}"
@@ -206,8 +258,9 @@ _FACTOR = {**_REAL, "MatMulInteger": 1, "QLinearConv": 3, "QLinearMatMul": 3}
 def pairs_fit(e: Emitter) -> bool:
     """Return whether no two products of integer weights among an emitter's nodes can exceed 16 bits together, whatever the operands are."""
     stored = {tensor.name: tensor for tensor in e.initializers if tensor.data_type == TensorProto.INT8}
-    real = {node.output[0]: node.input[0] for node in e.nodes if node.op_type == "DequantizeLinear"}
-    factors = [(node, node.input[_FACTOR[node.op_type]]) for node in e.nodes if node.op_type in _FACTOR]
+    nodes = [*e.nodes, *(node for holder in e.nodes for attribute in holder.attribute for node in attribute.g.node)]  # those of loops, too
+    real = {node.output[0]: node.input[0] for node in nodes if node.op_type == "DequantizeLinear"}
+    factors = [(node, node.input[_FACTOR[node.op_type]]) for node in nodes if node.op_type in _FACTOR]
     read = [(node, real.get(factor, "") if node.op_type in _REAL else factor) for node, factor in factors]
     activations = any(name and name not in stored and e.dtype(name) == torch.int8 for _, name in read)
     # Below opset 13 weights are floats, of which onnxruntime makes integers.
@@ -365,7 +418,8 @@ class Writer:
         if self.io == "integer" and self._stays_integer(node, record.kind):
             return
         self.emitter.wide = torch.int32 if node in self.in_int32 else torch.float64
-        result = self.emit(node, record)
+        with self.loop.before() if self.loop is not None and node.target is loop.state else nullcontext():
+            result = self.emit(node, record)
         if result is None:
             return
         name = self._named(result, node.name)

@@ -82,16 +82,18 @@ def find_factors(run: Run) -> dict[str, float] | None:
     quantizes = {name for name, operator in quantized_operators(prepared).items() if operator.operator is QUANTIZE}
     sources = {node.name: node.all_input_nodes[0].name for node in prepared.graph.nodes if node.name in quantizes}
 
+    chosen = {name: each for name, each in owned if each.can_choose and (each.dtype.name == WIDE or name in sources)}
+
     def see(node: fx.Node, value: Any, read: tuple[Any, ...]) -> Any:
-        quantizer = observed.get(f"{node.name}.0") if isinstance(value, Tensor) and value.is_floating_point() else None
-        if quantizer is not None and quantizer.can_choose and (quantizer.dtype.name == WIDE or node.name in sources):
+        quantizer = chosen.get(node.name)
+        if quantizer is not None and isinstance(value, Tensor) and value.is_floating_point():
             name = owners[id(quantizer)]
             nonzero[name] += int((value != 0).sum())
             survivors[name] += int((torch.round(value / quantizer.scale.to(value.device)) != 0).sum())
         return value
 
     placeholders = [node.name for node in prepared.graph.find_nodes(op="placeholder")]
-    runs = any(quantizer.can_choose and quantizer.dtype.name == WIDE and name not in sources for name, quantizer in owned)
+    runs = any(name not in sources for name in chosen)
     with torch.no_grad(), repeatable(), still(prepared, State.FLOAT), autocast_off():
         for chunk in run.judging:
             if runs:

@@ -232,7 +232,8 @@ class Seen(Interpreter):
         self.see = see
 
     def run_node(self, n: fx.Node) -> Any:
-        return self.see(n, super().run_node(n), () if n.op == "placeholder" else self.fetch_args_kwargs_from_env(n)[0])
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        return self.see(n, getattr(self, n.op)(n.target, args, kwargs), () if n.op == "placeholder" else args)
 
 
 def still(model: fx.GraphModule, state: State | None) -> Having:

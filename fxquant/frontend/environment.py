@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -311,15 +312,28 @@ def undisturbed(numbers: OwnRandomNumbers | None = None) -> Iterator[None]:
     The random numbers, or the caller's `numbers`, are the same every time. Other threads are unaffected, and afterwards all generators
     have their state from before.
     """
-    with autocast_off(), _SlowAttention(), numbers or OwnRandomNumbers():
+    with autocast_off(), _OtherPaths(), numbers or OwnRandomNumbers():
         yield
 
 
-class _SlowAttention(TorchFunctionMode):
-    """Where a mode is active, attention layers do not take the path that computes something else than their Python."""
+_RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
+
+
+class _OtherPaths(TorchFunctionMode):
+    """Where a mode is active, attention layers do not take the path that computes something else than their Python.
+
+    Recurrent layers compute two steps of a tensor without values: PyTorch computes each one in turn, which shows no other shape.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
+        if func not in _RECURRENT or kwargs or len(args) != 9 or not isinstance(args[0], FakeTensor) or args[0].dim() != 3:
+            return func(*args, **(kwargs or {}))
+        input, axis = args[0], int(args[8])  # batch_first
+        output, *states = func(input.narrow(axis, 0, min(2, input.shape[axis])), *args[1:])
+        sizes = [*input.shape[:2], output.shape[2]]
+        swapped = axis == 1 and output.stride(0) <= output.stride(1)
+        whole = output.new_empty(sizes[1], sizes[0], sizes[2]).transpose(0, 1) if swapped else output.new_empty(sizes)
+        return (whole, *states)
 
 
 class OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]

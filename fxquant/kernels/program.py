@@ -13,9 +13,15 @@ from fxquant.ir.loops import bodies
 from fxquant.ir.loops import reads as read_by
 from fxquant.kernels.admission import is_primitive
 from fxquant.kernels.kernel import SLACK, Binding, Bound, Built, ChannelsLast, Forms, Implementation, Match
+from fxquant.ops.elementwise.arithmetic import add, mul
+from fxquant.ops.elementwise.table import shifted
+from fxquant.ops.indexing.index import getitem
+from fxquant.ops.recurrent.recurrence import MARKS
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides
 Step = Callable[[list[Any]], None]  # on the values, by their places
+INTO: dict[Any, Any] = {torch.sigmoid: torch.sigmoid, torch.tanh: torch.tanh, add: torch.add, mul: torch.mul}  # forms with `out=`
+READERS = {*INTO, shifted}  # which return memory of their own
 Maker = Callable[[list[int], int, Tensor | None], Step]  # from the places that are read, the place that is written, and its memory
 
 
@@ -101,11 +107,35 @@ class Program:
         """Write a loop that no kernel computes as one step, of the steps of its body."""
         reads = [self._plain(each) for each in (*start.all_input_nodes, *read_by(start)) if each.op != "get_attr"]
         before, self.steps = self.steps, []
-        for node in (start, *body):
-            if node.op != "get_attr":
-                self._write_node(node)
-        before.append((partial(_loop, self.steps), reads, self._place(start, False)))
+        memory, views = dict[int, Layout](), dict[int, tuple[int, Any]]()
+        for node in (each for each in (start, *body) if each.op != "get_attr"):
+            stays, read = self._stays(node, body), node.all_input_nodes
+            whole = self.places.get((read[0], False)) if stays and node.target is getitem and len(read) == 1 else None
+            if whole in (*memory, *views) and all(type(each) in (slice, int) for each in node.args[1]):  # type: ignore[union-attr]
+                views[self._place(node, False)] = whole, tuple(node.args[1])  # type: ignore[arg-type]
+                self.alone.append(node)
+                continue
+            if stays and self._writes_into(node):
+                memory[self._place(node, False)] = self.layouts[node]
+            self._write_node(node)
+        before.append((partial(_loop, self.steps, memory, views), reads, self._place(start, False)))
         self.steps = before
+
+    def _stays(self, node: fx.Node, body: Sequence[fx.Node]) -> bool:
+        """Return whether nothing holds a value of a loop's step after the step."""
+        return all(
+            user in body and (user.target in READERS or user in self.chosen or (user.target is getitem and self._stays(user, body)))
+            for user in node.users
+        )
+
+    def _writes_into(self, node: fx.Node) -> bool:
+        """Return whether the step of a node can write its result, of floats, into given memory."""
+        chosen = self.chosen.get(node)
+        if chosen is None or chosen.built is None:
+            return node.target in INTO and not node.kwargs and (*node.all_input_nodes, 1)[: len(node.args)] == node.args  # a factor of 1
+        assert chosen.implementation is not None
+        sizes, strides, _ = self.layouts[node]
+        return self._is_real(node) and not chosen.implementation.strided and strides == torch.empty(sizes, device="meta").stride()
 
     def computed(self) -> tuple[dict[fx.Node, Choice], list[fx.Node]]:
         """Return the choice at each node with a kernel, and the nodes that run as primitives, both in the graph's order."""
@@ -264,12 +294,12 @@ def _into(built: Built, reads: list[int], writes: int, buffer: Tensor | None) ->
 
 
 def _real_kernel(built: Built, layout: Layout, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
-    """Return the step of a kernel with a float result, which allocates new memory at each call, since the model may return it."""
+    """Return the step of a kernel with a float result, without a buffer in new memory at each call, since the model may return it."""
     bound: Bound = built.bind()
     sizes, strides, dtype = layout
 
     def run(values: list[Any]) -> None:
-        result = torch.empty(sizes, dtype=dtype, device="cpu")
+        result = torch.empty(sizes, dtype=dtype, device="cpu") if buffer is None else buffer
         bound([values[place] for place in reads], result)
         if result.stride() != strides:
             result = torch.empty_strided(sizes, strides, dtype=dtype, device="cpu").copy_(result)
@@ -279,14 +309,9 @@ def _real_kernel(built: Built, layout: Layout, reads: list[int], writes: int, bu
 
 
 def _strided_kernel(
-    built: Built,
-    layout: Layout,
-    forms: Sequence[ChannelsLast | None],
-    others: Sequence[tuple[int, Layout]],
-    reads: list[int],
-    writes: int,
+    built: Built, layout: Layout, forms: Sequence[ChannelsLast | None], others: Sequence[tuple[int, Layout]], reads: list[int], writes: int,
     buffer: Tensor | None,
-) -> Step:
+) -> Step:  # fmt: skip
     """Return the step of a kernel that reads tensors in either form, and writes one, and others, as the primitives would."""
     bound: Bound = built.bind()
 
@@ -309,12 +334,23 @@ def _plain(form: ChannelsLast, layout: Layout, reads: list[int], writes: int, bu
     return run
 
 
-def _loop(written: Sequence[tuple[Maker, list[int], int]], reads: list[int], writes: int, buffer: Tensor | None) -> Step:
-    """Return the step of a loop that no kernel computes: it runs the steps that are written for its body, and leaves the frame."""
-    begin, *body = [maker(places, place, None) for maker, places, place in written]
+def _loop(
+    written: Sequence[tuple[Maker, list[int], int]], memory: Mapping[int, Layout], views: Mapping[int, tuple[int, Any]], reads: list[int],
+    writes: int, buffer: Tensor | None,
+) -> Step:  # fmt: skip
+    """Return the step of a loop that no kernel computes: it runs the steps that are written for its body, and leaves the frame.
+
+    Results at the places `memory` are in memory that all steps share, and `views` are parts of such results.
+    """
+    held = {place: torch.empty_strided(sizes, strides, dtype=dtype, device="cpu") for place, (sizes, strides, dtype) in memory.items()}
+    begin, *body = [maker(places, place, held.get(place)) for maker, places, place in written]
+    for place, (whole, index) in views.items():
+        held[place] = held[whole][index]
 
     def run(values: list[Any]) -> None:
         begin(values)
+        for place in views:
+            values[place] = held[place]
         while values[writes].more():
             for step in body:
                 step(values)
@@ -330,18 +366,15 @@ def _primitive(
     constants = {read: resolve(model, str(read.target)) for read in node.all_input_nodes if read.op == "get_attr"}
     nested = any(nodes_in(value) for value in (*node.args, node.kwargs) if not isinstance(value, fx.Node))
     if node.op == "call_function" and not is_python(node) and not nested:
-        target: Any = node.target
-        kwargs = dict(node.kwargs)
-        args = [constants.get(each, each) if isinstance(each, fx.Node) else each for each in node.args]
-        operands = [(index, places[each]) for index, each in enumerate(node.args) if isinstance(each, fx.Node) and each in places]
-
-        def call(values: list[Any]) -> None:
-            arguments = args.copy()
-            for index, place in operands:
-                arguments[index] = values[place]
-            values[writes] = target(*arguments, **kwargs)
-
-        return call
+        target: Any = MARKS.get(node.target, node.target)
+        target = partial(target, **node.kwargs) if buffer is None else partial(INTO[target], out=buffer)
+        args, written = [], list[str]()
+        for index, each in enumerate(node.args if buffer is None else node.args[:2]):
+            read = isinstance(each, fx.Node) and each in places
+            args.append(constants.get(each, each) if isinstance(each, fx.Node) else each)
+            written.append(f"values[{places[each]}]" if read else f"args[{index}]")  # type: ignore[index]
+        step: Step = eval(f"lambda values: values.__setitem__({writes}, target({', '.join(written)}))", {"target": target, "args": args})
+        return step
 
     def run(values: list[Any]) -> None:
         values[writes] = computed(model, node, lambda read: constants[read] if read in constants else values[places[read]])

@@ -231,7 +231,7 @@ def _onnx_lookup(e: Emitter, input: str, table: Tensor, first: int | None = None
     def body(e: Emitter, x: str, table: str) -> str:
         return e.node("Gather", table, e.node("Add", e.node("Cast", x, to=torch.int64), e.constant(-lowest, torch.int64)))
 
-    return e.call(f"lookup_{table.numel()}" + ("" if first is None else f"_{-first}"), body, input, e.constant(table))
+    return e.call(f"lookup_{table.numel()}" + ("" if first is None else f"_{-first}"), body, input, e.table(table))
 
 
 def _first(table: Tensor, first: int | None) -> int:

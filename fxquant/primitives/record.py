@@ -161,6 +161,9 @@ class Emitter(Protocol):
     def constant(self, value: Tensor | float | int | list[int], dtype: torch.dtype | None = None) -> str:
         """Return the name of an initializer with this value; equal values share one."""
 
+    def table(self, value: Tensor) -> str:
+        """Return the name of a table (entries,), which nodes before all others compute from lines where that takes fewer bytes."""
+
     def own_constant(self, value: Tensor) -> str:
         """Return the name of an initializer with this value that no other node shares."""
 

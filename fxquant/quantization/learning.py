@@ -224,18 +224,18 @@ class Remembered(Generic[Fact]):
 
     def get(self, compute: Callable[[], Fact], *buffers: Tensor) -> Fact:
         """Return the fact that `compute` returns for these buffers."""
+        if (seen := self._seen) is not None and len(seen) == len(buffers):
+            for (old, version), buffer in zip(seen, buffers, strict=True):
+                if old is not buffer or version != buffer._version:
+                    break
+            else:
+                return self._fact
         if any(buffer.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(buffer) for buffer in buffers):
             return self._fact
         if any(buffer.is_inference() for buffer in buffers):  # these have no version
             return compute()
-        previous = self._seen
-        if (
-            previous is None
-            or len(previous) != len(buffers)
-            or any(old is not buffer or version != buffer._version for (old, version), buffer in zip(previous, buffers, strict=True))
-        ):
-            self._fact = compute()
-            self._seen = tuple((buffer, buffer._version) for buffer in buffers)
+        self._fact = compute()
+        self._seen = tuple((buffer, buffer._version) for buffer in buffers)
         return self._fact
 
     def __reduce__(self) -> tuple[Any, ...]:
