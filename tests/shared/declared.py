@@ -73,6 +73,10 @@ SIGNS: dict[type, Any] = {
 }  # fmt: skip
 
 
+# What the front end writes for a method, into a view, and for a function.
+REPLACED = {"copy_": {functional.write, functional.copy}, "pack_padded_sequence": {functional.over_lengths}}
+
+
 def forms_written(call: Call) -> set[Any]:
     """The call forms of a call: functions, classes of modules, and names of methods, as they stand in a text."""
     if not call.sample.text:
@@ -82,7 +86,7 @@ def forms_written(call: Call) -> set[Any]:
         if isinstance(node, ast.Attribute):
             owner = _public(node.value)
             names.add(getattr(owner, node.attr) if owner is not None else getattr if node.attr in ("T", "mT") else node.attr)
-            names |= {functional.write, functional.copy} if node.attr == "copy_" else set()  # into a view
+            names |= REPLACED.get(node.attr, set())
         elif isinstance(node, ast.Subscript):
             names.add(functional.setitem if isinstance(node.ctx, ast.Store) else operator.getitem)
         names |= {SIGNS[type(sign)] for sign in (*getattr(node, "ops", ()), getattr(node, "op", None)) if type(sign) in SIGNS}
