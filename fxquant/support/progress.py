@@ -3,6 +3,7 @@
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -13,14 +14,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 Item = TypeVar("Item")
 MOMENT = 1.0  # seconds before a bar appears that was not asked for
+BETWEEN_LINES = 10.0  # seconds, where standard error is no terminal
 _displays: list[Progress] = []  # the one in use: what begins inside another's work is a line below it
 
 
 def progress(items: Iterable[Item], total: int | None, description: str, show: bool | None = None) -> Iterator[Item]:
-    """Yield the items, with a progress bar on standard error while they pass (None: if it is a terminal, after a moment)."""
+    """Yield the items, with a progress bar on standard error while they pass (None: after a moment, or lines if it is no terminal)."""
     with _task(description, total, show) as display:
         if display is None:
-            yield from items
+            begun = told = time.monotonic()
+            for number, item in enumerate(items, 1):
+                yield item
+                now = time.monotonic()
+                if show is None and now - told >= BETWEEN_LINES:
+                    print(
+                        f"{description}: {number}{'' if total is None else f' of {total}'} after {now - begun:.0f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    told = now
             return
         bar, task = display
         for item in items:
