@@ -23,16 +23,12 @@ def progress(items: Iterable[Item], total: int | None, description: str, show: b
     with _task(description, total, show) as display:
         if display is None:
             begun = told = time.monotonic()
+            of_all = "" if total is None else f" of {total}"
             for number, item in enumerate(items, 1):
                 yield item
-                now = time.monotonic()
-                if show is None and now - told >= BETWEEN_LINES:
-                    print(
-                        f"{description}: {number}{'' if total is None else f' of {total}'} after {now - begun:.0f} s",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    told = now
+                if show is None and time.monotonic() - told >= BETWEEN_LINES:
+                    told = time.monotonic()
+                    print(f"{description}: {number}{of_all} after {told - begun:.0f} s", file=sys.stderr, flush=True)
             return
         bar, task = display
         for item in items:
