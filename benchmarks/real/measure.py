@@ -42,7 +42,8 @@ def ours(network: Network, expected: Tensor, target: str, setting: Setting) -> C
     """Calibrate with fxquant's defaults; raises AssertionError where the integer model and the prepared one differ in a bit."""
     start, data = time.perf_counter(), network.data
     example = data.calibration[0]
-    prepared = fxq.prepare(network.load(), example, target, mapping(network.load(), setting))
+    options = fxq.Options(without_vnni=False)  # the same weights on every processor
+    prepared = fxq.prepare(network.load(), example, target, mapping(network.load(), setting), options=options)
     fxq.calibrate(prepared, data.calibration, show_progress=False)
     integer = fxq.convert(prepared)
     outputs = outputs_of(integer, data.test_inputs)
