@@ -3,8 +3,6 @@
 A variant is data: the integer model is converted again with the changed arithmetic, so nothing is computed here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

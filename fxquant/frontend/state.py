@@ -3,8 +3,6 @@
 They are changes of state, of buffers, tensors and numbers that a graph reads and never changes, and random numbers that are drawn.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools
@@ -147,7 +145,7 @@ def _counts_batches(root: nn.Module, name: str) -> bool:
 class _Registry(dict[str, Any]):
     """The buffers of a module, which tell when one is replaced."""
 
-    def __init__(self, buffers: dict[str, Any], watch: _Watch) -> None:
+    def __init__(self, buffers: dict[str, Any], watch: "_Watch") -> None:
         super().__init__(buffers)
         self._watch = watch
 

@@ -1,7 +1,5 @@
 """Round weights to integers, with a straight-through gradient; and modules that change gradients alone."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
@@ -209,7 +207,7 @@ class GradientRule(nn.Module):
     def extra_repr(self) -> str:
         return self.label
 
-    def same(self, other: GradientRule) -> bool:
+    def same(self, other: "GradientRule") -> bool:
         """Return whether `other`, of another trace of the model, is of the same function and the same result."""
         return (self.function, self.index) == (other.function, other.index)
 

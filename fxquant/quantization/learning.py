@@ -1,7 +1,5 @@
 """Scales that training learns: the methods, with their parameters and gradients, and the step of training that integers on a scale take."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
