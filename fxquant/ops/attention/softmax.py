@@ -217,9 +217,7 @@ class Hiding:
 
     def _moved(self, node: fx.Node, visible: fx.Node | None) -> fx.Node | None:
         """Move booleans as the node moves numbers."""
-        record = operator_of(node)
-        assert record is not None
-        if visible is None or record.function in (identity, in_dtype):
+        if visible is None or node.target in (identity, in_dtype):
             return visible
         return self._build.host(node.target, visible, *node.args[1:])  # type: ignore[arg-type]
 
