@@ -12,6 +12,16 @@ __all__ = [
 ]  # fmt: skip
 
 
+class Unless(Exception):
+    """A base class of exceptions that are raised, with one text, where a condition does not hold."""
+
+    @classmethod
+    def unless(cls, holds: object, text: str) -> None:
+        """Raise the exception with this text unless the condition holds."""
+        if not holds:
+            raise cls(text)
+
+
 class Located(Protocol):
     """An object with a source location; an `fx.Node` has it in its `meta`."""
 

@@ -5,8 +5,6 @@ made. The debug dial: `FXQUANT_DEBUG` 1 (a line per pass), 2 (the graph after ea
 3 (every rewrite and near-miss); `FXQUANT_DUMP` a directory for the graph after each pass.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -77,7 +75,7 @@ class Dial:
     count: int = 0
 
     @staticmethod
-    def of(options: Options) -> Dial:
+    def of(options: Options) -> "Dial":
         """Return the dial requested by the options, or else by the environment. Raises ConfigurationError if that cannot be used."""
         asked = of_environment("FXQUANT_DEBUG", "0", KINDS["FXQUANT_DEBUG"]) if options.debug is None else options.debug
         chosen = options.dump if options.dump is not None else os.environ.get("FXQUANT_DUMP") or None

@@ -1,7 +1,5 @@
 """The definition of a target, as data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -119,7 +117,7 @@ class Target:
         """Return the name without its variant: "nash-e" of "nash-e/requantize"."""
         return self.name.partition("/")[0]
 
-    def variant(self, how: str) -> Target:
+    def variant(self, how: str) -> "Target":
         """Return the target with another choice of `Arithmetic.residual`, which is added to its name: "nash-e/requantize".
 
         Raises ConfigurationError for another name.

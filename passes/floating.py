@@ -20,6 +20,7 @@ from fxquant.ops.core.composite import QUANTIZE
 from fxquant.ops.core.record import Operator, Own, Plain, Trait, calls, demand, has_weights, operand_nodes, operator_of, read_nodes
 from fxquant.ops.elementwise.arithmetic import true_divide
 from fxquant.ops.elementwise.table import STEEP, has_pole, steep
+from fxquant.support import reached
 
 RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)
 RANKING_FUNCTIONS = frozenset((
@@ -156,12 +157,8 @@ def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
 
 def _real_inputs(node: fx.Node) -> set[fx.Node]:
     """Return the inputs that a node is computed from through float values alone: a comparison of an input gives a mask."""
-    visited, open_ = {node}, [node]
-    while open_:
-        real = [operand for operand in open_.pop().all_input_nodes if operand not in visited and _is_real(operand)]
-        visited.update(real)
-        open_ += real
-    return {each for each in visited if each.op == "placeholder" and _is_real(each)}
+    real = reached([node], lambda each: filter(_is_real, each.all_input_nodes))
+    return {each for each in real if each.op == "placeholder" and _is_real(each)}
 
 
 def _is_real(node: fx.Node) -> bool:

@@ -1,7 +1,5 @@
 """A traversal of an integer graph that emits the body of a C function: memory for every tensor, and a call for every primitive."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re
@@ -147,7 +145,7 @@ class Pool:
 class Call:
     """The context of a primitive's C form: the result's facts, and methods that emit the calls that compute it."""
 
-    def __init__(self, program: Program, node: fx.Node | Step, name: str, result: TensorFact) -> None:
+    def __init__(self, program: "Program", node: fx.Node | Step, name: str, result: TensorFact) -> None:
         self._program, self.node, self.name = program, node, name  # of the primitive
         self.shape, self.dtype = result.at(program.batch), result.dtype
 

@@ -83,8 +83,7 @@ def chain(site: Site) -> Built:
     wide = _is_wide(ranges, writer, registers)
     needed, operands, result = fused(ranges, writer, registers[site.match.root])
     steps, places, used = packed(needed, [register for register, _ in operands], lambda _: BLOCK, result)
-    if used > MOST_REGISTERS * BLOCK:
-        raise NotApplicable(f"it needs {used // BLOCK} registers, of {MOST_REGISTERS}")
+    NotApplicable.unless(used <= MOST_REGISTERS * BLOCK, f"it needs {used // BLOCK} registers, of {MOST_REGISTERS}")
     values = [value for _, value in operands]
     constants = [_constant(value, torch.int64 if wide else torch.int32) for value in values]
     zeros = [_zero(site, value) if isinstance(value, fx.Node) else 0 for value in values]
@@ -226,8 +225,7 @@ def _reached(site: Site, step: Step, a: Any, b: Any) -> tuple[int, int] | None:
     if step.op == READ:
         return _range(site, step.high)
     if step.op == SUM:
-        if a[0] < -(2**15) or a[1] >= 2**15:
-            raise NotApplicable("it multiplies integers of more than 16 bits")
+        NotApplicable.unless(a[0] >= -(2**15) and a[1] < 2**15, "it multiplies integers of more than 16 bits")
         assert step.table is not None
         bound = int(accumulator_bound(step.table, None, 0, max(map(abs, a))).max())
         return b[0] - bound, b[1] + bound
@@ -488,11 +486,9 @@ class _Rows:
             width = self.columns[register]
             constant = _constant(value, torch.int64 if wide else torch.int32)
             assert constant is not None
-            if wide and constant.is_floating_point():
-                raise NotApplicable("it needs integers of 64 bits and floats")
+            NotApplicable.unless(not wide or not constant.is_floating_point(), "it needs integers of 64 bits and floats")
             if constant.numel() not in (1, constant.shape[-1] if constant.dim() else 1):
-                if self.once is not None:
-                    raise NotApplicable("its constants differ between rows")
+                NotApplicable.unless(self.once is None, "its constants differ between rows")
                 first.append(self.differing(register, constant))
                 continue
             row = constant.flatten().expand(width).contiguous()
@@ -544,8 +540,7 @@ class _Rows:
     def differing(self, register: int, constant: Tensor) -> Step:
         """Return the step that reads a constant with different rows; the constant is repeated for each item of the batch."""
         _, *sizes = self.shapes[register]
-        if not all(isinstance(size, int) for size in sizes):
-            raise NotApplicable("its constants differ between rows, of a number that varies")
+        NotApplicable.unless(all(isinstance(size, int) for size in sizes), "its constants differ between rows, of a number that varies")
         self.moves.append((len(self.site.match.reads) + 1 + len(self.site.match.results) + len(self.varying), _whole, None))
         self.varying.append(constant.expand(constant.shape[0] if constant.dim() > len(sizes) else 1, *sizes))
         return Step(READ, register, -1, -1, len(self.moves) - 1)  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """The kernel implementations of native.c."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +31,7 @@ def loaded_library(has: str = "") -> Any:
     loaded = native.library()
     if isinstance(loaded, str):
         raise NotApplicable(loaded)
-    if has and not getattr(loaded, f"fxq_has_{has}")():
-        raise NotApplicable("the processor has no instructions for sums of products of bytes")
+    NotApplicable.unless(not has or getattr(loaded, f"fxq_has_{has}")(), "the processor has no instructions for sums of products of bytes")
     return loaded
 
 
@@ -68,8 +65,7 @@ class Call:
 
 
 def _per_channel(tensor: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
-    if tensor.numel() not in (1, channels):
-        raise NotApplicable("its requantization is not one for each channel")
+    NotApplicable.unless(tensor.numel() in (1, channels), "its requantization is not one for each channel")
     return tensor.to(dtype).flatten().expand(channels).contiguous()
 
 
@@ -81,12 +77,11 @@ class Requantization:
     keeps: tuple[Tensor, ...]
 
     @staticmethod
-    def of(site: Site, layer: Layer) -> Requantization:
+    def of(site: Site, layer: Layer) -> "Requantization":
         """Return the requantization of a layer. Raises NotApplicable if its values do not fit in 32 bits."""
         root, epilogue = site.match.root, Epilogue()
         channels, largest = layer.weight.shape[0], layer.largest
-        if largest > INT32_MAX:
-            raise NotApplicable("its sums have more than 32 bits")
+        NotApplicable.unless(largest <= INT32_MAX, "its sums have more than 32 bits")
         constants: dict[str, Tensor] = {}
         zero_point = 0
         if role_of(root.target) is not Role.REQUANTIZATION:
@@ -101,8 +96,7 @@ class Requantization:
             shift, multiplier, right_shift = (
                 _per_channel(site.constant(node), channels, torch.int64) for node in (shift, multiplier, right_shift)
             )
-            if rounding in TIES:
-                raise NotApplicable("its ties are not rounded by an added constant")
+            NotApplicable.unless(rounding not in TIES, "its ties are not rounded by an added constant")
             epilogue.mode, epilogue.limit = FIXED, 2 ** (bits - 1)  # type: ignore[operator]
             before = torch.zeros_like(shift)
             if rounding in HALF_STEPS:
@@ -281,8 +275,7 @@ def max_pool(site: Site) -> Built:
     """Build the largest byte of each window."""
     loaded, parts = loaded_library(), site.match.parts
     input, result = site.held(site.match.reads[0]), site.result()
-    if input.zero != result.zero:
-        raise NotApplicable("its result and its operand have different memory layouts")
+    NotApplicable.unless(input.zero == result.zero, "its result and its operand have different memory layouts")
     structure = _move(input, result)
     structure.channels = input.pixel
     _set_window(structure, input.grid[1:-1], result.grid[1:-1], *(parts[key] for key in ("kernel", "stride", "begin", "dilation")))
@@ -305,8 +298,7 @@ def pointwise(site: Site) -> Built:
     structure.channels = first.pixel
     structure.out_height = int(second.sizes != first.sizes)
     one = second.sizes == (*first.sizes[:2], *[1] * (len(first.sizes) - 2)) and first.channels_first
-    if result.sizes != first.sizes or (structure.out_height and not one):
-        raise NotApplicable("its operands have different sizes")
+    NotApplicable.unless(result.sizes == first.sizes and (not structure.out_height or one), "its operands have different sizes")
     return Call(loaded.fxq_pairs, structure, ("input", "other"), (table,), rows=_area(first))
 
 

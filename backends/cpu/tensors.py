@@ -46,11 +46,9 @@ def _fixed(width: torch.dtype) -> Callable[[Site], Requantization]:
         arguments: Any = site.match.root.args
         _, *nodes, bits, rounding, low, high, _ = arguments
         shift, multiplier, right_shift = (_shaped(site.constant(node), torch.int64) for node in nodes)
-        if rounding in quantization.TIES:
-            raise NotApplicable("its ties are not rounded by an added constant")
+        NotApplicable.unless(rounding not in quantization.TIES, "its ties are not rounded by an added constant")
         before = quantization.half_step(shift, multiplier, right_shift, rounding) if rounding in quantization.HALF_STEPS else None
-        if before is not None and (width != torch.float64 and float(before.max()) >= FLOAT32_EXACT):
-            raise NotApplicable("half a step is beyond 2^24")
+        NotApplicable.unless(before is None or width == torch.float64 or float(before.max()) < FLOAT32_EXACT, "half a step is beyond 2^24")
         before = None if before is None else before.to(width)
         first, product = power_of_two(-shift).to(width), (multiplier.double() * power_of_two(-right_shift)).to(width)
         limit, zero, shifts = 2 ** (bits - 1), site.result().zero, bool((shift > 0).any())
@@ -136,8 +134,7 @@ def _saturates() -> bool:
 
 def require_onednn(name: str) -> None:
     """Raise NotApplicable unless oneDNN has an operator of this name."""
-    if not torch._C._has_mkldnn or not hasattr(torch.ops.onednn, name):
-        raise NotApplicable("this PyTorch has no integer operators of oneDNN")
+    NotApplicable.unless(torch._C._has_mkldnn and hasattr(torch.ops.onednn, name), "this PyTorch has no integer operators of oneDNN")
 
 
 def unless_saturated(site: Site, implementation: Implementation, built: Built) -> Built:
@@ -155,12 +152,9 @@ def onednn(site: Site) -> Built:
     """Build sums of products of bytes by oneDNN."""
     layer = Layer.of(site)
     require_onednn("qconv_pointwise")
-    if layer.window["transposed"] or layer.window["uneven"]:
-        raise NotApplicable("it is transposed, or has more padding on one side")
-    if layer.largest >= FLOAT32_EXACT:
-        raise NotApplicable(f"a sum can reach {layer.largest:.0f}, beyond 2^24")
-    if site.result().dtype == torch.int32:
-        raise NotApplicable("its result is a sum")
+    NotApplicable.unless(not layer.window["transposed"] and not layer.window["uneven"], "it is transposed, or has more padding on one side")
+    NotApplicable.unless(layer.largest < FLOAT32_EXACT, f"a sum can reach {layer.largest:.0f}, beyond 2^24")
+    NotApplicable.unless(site.result().dtype != torch.int32, "its result is a sum")
     for length, spread, padding in zip(layer.weight.shape[2:], layer.window["dilation"], layer.window["padding"], strict=True):
         if padding > spread * (length - 1):  # seen to crash, on pages that are not mapped
             raise NotApplicable("oneDNN reads outside of the image where a whole window is padding")
@@ -199,8 +193,7 @@ def onednn(site: Site) -> Built:
 def tensor_pool(site: Site) -> Built:
     """Build the largest byte of each window, by PyTorch: along the depth, then along the height, then along the width."""
     parts, input, result = site.match.parts, site.held(site.match.reads[0]), site.result()
-    if input.zero != result.zero:
-        raise NotApplicable("its result and its operand have different memory layouts")
+    NotApplicable.unless(input.zero == result.zero, "its result and its operand have different memory layouts")
     _, *area, _ = input.grid
     _, *sizes, _ = result.grid
     windows = list(zip(sizes, *(parts[name] for name in ("kernel", "stride", "begin", "dilation")), strict=True))
@@ -223,8 +216,7 @@ def tensor_pool(site: Site) -> Built:
 def tensor_table(site: Site) -> Built:
     """Build a kernel that looks bytes, or pairs of bytes, up in a table, by PyTorch."""
     forms, result = [site.held(read) for read in site.match.reads], site.result()
-    if any(form.sizes != result.sizes for form in forms):
-        raise NotApplicable("its operands have different sizes")
+    NotApplicable.unless(not any(form.sizes != result.sizes for form in forms), "its operands have different sizes")
     table = enumerated(site, forms, result)
     offsets = torch.arange(0, len(table), 256, dtype=torch.int32, device="cpu") if site.match.parts["channels"] else None
 
@@ -245,8 +237,7 @@ def onednn_dynamic(site: Site) -> Built:
     weight, scale, bias = site.tensor("weight"), site.tensor("scale"), site.constant(site.match.parts["bias"])
     require_onednn("qlinear_pointwise")
     largest = float(accumulator_bound(weight, None, 0, MAGNITUDE).max())
-    if largest >= FLOAT32_EXACT:
-        raise NotApplicable(f"a sum can reach {largest:.0f}, beyond 2^24")
+    NotApplicable.unless(largest < FLOAT32_EXACT, f"a sum can reach {largest:.0f}, beyond 2^24")
     prepacked = torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
     ones = torch.ones(len(weight), dtype=torch.float32, device="cpu")
     zeros = torch.zeros(len(weight), dtype=torch.int64, device="cpu")

@@ -4,8 +4,6 @@ The trials of a search are independent of each other, and so are the layers that
 divide them, each computes a part, and all gather the results. A method that tunes one layer after the other is not divided.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

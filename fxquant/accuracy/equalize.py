@@ -13,8 +13,6 @@ again. They are powers of two, kept next to the parameters (`ChannelFactors`). T
 beyond the range of float32, and parameters keep their meaning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -140,7 +138,7 @@ class TensorNoise:
     gain: Tensor  # (n,): cost of an error of mean square one
     divisor: float  # half the number of steps of the grid's dtype
 
-    def ahead(self, times: float) -> TensorNoise:
+    def ahead(self, times: float) -> "TensorNoise":
         """Return a copy in which every channel's largest magnitude is multiplied by `times`, up to the largest of all channels."""
         return replace(self, largest=torch.minimum(self.largest * times, self.largest.max()))
 

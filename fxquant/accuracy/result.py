@@ -1,7 +1,5 @@
 """Findings as rows: they iterate, print as a table, and are shown as one in a notebook; the figures of a tuning method are such rows."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Iterator, Sequence
@@ -106,7 +104,7 @@ class TunedLayer:
     signal: float
 
     @staticmethod
-    def of(document: dict[str, Any]) -> TunedLayer:
+    def of(document: dict[str, Any]) -> "TunedLayer":
         """Return the outcome that a checkpoint holds as a JSON object."""
         return TunedLayer(**{**document, "layers": tuple(document["layers"])})
 

@@ -13,8 +13,6 @@ Before that, `search` chooses the share of a weight's range that its scale cover
 rounded as in Wei, Gong, Li, Liu, Yu: QDrop, ICLR 2022, section 4: each element with probability one half. Scales have LSQ's gradient.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -248,7 +246,7 @@ class LearnedRounding(NamedTuple):
     share: Tensor | None = None  # of its largest magnitude that the scale covers, (C,) or (1,); None: all, or the scale is learned
     scale: Tensor | None = None  # where a learned scale starts, (C,) or (1,); None: the scale is not learned
 
-    def copied(self) -> LearnedRounding:
+    def copied(self) -> "LearnedRounding":
         """Return the same numbers in the memory of the host, which no change of the model reaches."""
         return LearnedRounding(*(None if each is None else each.to("cpu", copy=True) for each in self))
 

@@ -25,6 +25,7 @@ from fxquant.ops.recurrent.recurrence import loop_carry, loop_item, loop_state
 from fxquant.options import Options
 from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator
+from fxquant.support import reached
 from fxquant.support.progress import progress
 
 Values = dict[fx.Node, Any]
@@ -196,16 +197,13 @@ class Walk:
 
     def _needed(self, targets: Sequence[fx.Node]) -> list[fx.Node]:
         """Return the nodes that have to run for these nodes, in the order of the graph."""
-        needed: set[fx.Node] = set()
-        waiting = [self._loop_of.get(node, node) for node in targets if node not in self._done]
-        while waiting:
-            node = waiting.pop()
-            if node not in needed:
-                needed.add(node)
-                ran = [node, *self._loops.get(node, ())]
-                read = {operand for each in ran for operand in each.all_input_nodes}.difference(ran)
-                waiting.extend(operand for operand in read if operand not in self._done)
-        return sorted(needed, key=self._order.__getitem__)
+
+        def read(node: fx.Node) -> set[fx.Node]:
+            ran = [node, *self._loops.get(node, ())]
+            return {operand for each in ran for operand in each.all_input_nodes}.difference(ran, self._done)
+
+        missing = [self._loop_of.get(node, node) for node in targets if node not in self._done]
+        return sorted(reached(missing, read), key=self._order.__getitem__)
 
 
 def run(prepared: fx.GraphModule, node: fx.Node, values: Values, *, exact: bool) -> Any:
@@ -356,10 +354,7 @@ def shared_weights(prepared: fx.GraphModule) -> set[fx.Node]:
     """Return the weighted nodes with a weight that others read, too: it is one constant for all, as long as all round it alike."""
     readers: dict[str, set[fx.Node]] = {}
     for node in weighted_nodes(prepared):
-        open_nodes = [operand for operand in node.all_input_nodes if is_parameter(operand)]
-        while open_nodes:
-            operand = open_nodes.pop()
-            open_nodes.extend(operand.all_input_nodes)
+        for operand in reached(filter(is_parameter, node.all_input_nodes), lambda operand: operand.all_input_nodes):
             value = resolve(prepared, str(operand.target)) if operand.op == "get_attr" else None
             if isinstance(value, Tensor) and value.dim() > 1:
                 readers.setdefault(str(operand.target), set()).add(node)

@@ -1,7 +1,5 @@
 """The findings of a comparison of two forms of a model, as values and as text, and the comparison of the bits of two tensors."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 
@@ -56,7 +54,7 @@ class Report:
     flips: int = 0
     names: set[str] = field(default_factory=set)
     first: Difference | None = None
-    floats: dict[str, FloatDifference] = field(default_factory=dict)
+    floats: dict[str, "FloatDifference"] = field(default_factory=dict)
     targets: tuple[str, str] | None = None
     given: list[str] = field(default_factory=list)
     unseen: dict[str, str] = field(default_factory=dict)

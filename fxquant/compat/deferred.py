@@ -5,8 +5,6 @@ inputs. The object then *becomes* the prepared model: its class and its attribut
 to it stay valid.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -140,7 +138,7 @@ class Deferred(nn.Module):
         self.later(functools.partial(nn.Module.load_state_dict, state_dict=state_dict, strict=strict))
         return nn.modules.module._IncompatibleKeys([], [])
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Deferred:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Deferred":
         self.__dict__["_model"] = self._model._apply(fn, recurse)
         return self
 

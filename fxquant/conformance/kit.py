@@ -29,7 +29,7 @@ from fxquant.prepared.stage import require_integer
 from fxquant.primitives.quantization import dequantize
 from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
 from fxquant.serialization import save_model
-from fxquant.support import log_levels, seeded
+from fxquant.support import log_levels, reached, seeded
 from fxquant.support.arguments import FOLDER, PATH, Kind, checked, words
 from fxquant.support.files import check_place, place_files, write_file, write_files
 from fxquant.support.progress import progress, working
@@ -136,13 +136,9 @@ def on_processor(compiled: Compiled) -> list[list[str]]:
     makers = {output: node for node in graph.node for output in node.output}
     names = []
     for output in graph.output:
-        waiting, before = [output.name], dict[str, onnx.NodeProto]()  # by their first output
-        while waiting:
-            node = makers.get(waiting.pop())
-            if node is not None and node.output[0] not in before:
-                before[node.output[0]] = node
-                waiting += node.input
-        computing = [node for node in before.values() if compiled.runs_on.get(node.name) == "CPU" and node.op_type not in MOVING]
+        names_before = reached([output.name], lambda name: makers[name].input if name in makers else ())
+        before = [makers[name] for name in names_before if name in makers]
+        computing = [node for node in before if compiled.runs_on.get(node.name) == "CPU" and node.op_type not in MOVING]
         names.append(list(dict.fromkeys(f"{node.name} ({node.op_type})" for node in computing)))
     return names
 

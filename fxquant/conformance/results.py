@@ -1,6 +1,7 @@
 """Comparison of a board's results with the expected integers: per operator, whether they are equal, and which variants fit if not."""
 
 import functools
+import itertools
 import json
 import os
 from collections import Counter
@@ -21,7 +22,7 @@ from fxquant.backends.horizon.compiled_program import SimulatedForm
 from fxquant.conformance import manifest
 from fxquant.conformance.board import UNKNOWN, integers
 from fxquant.conformance.manifest import Array, Case, Kit, ProbeProgram, packed, read_arrays, read_kit
-from fxquant.conformance.variants import Variant, variants_of
+from fxquant.conformance.variants import variants_of
 from fxquant.errors import ConfigurationError, ExportError, FxQuantError
 from fxquant.primitives import PRIMITIVES, shape
 from fxquant.support import logger
@@ -224,30 +225,30 @@ def _find_fits(kit: Kit, ran: Sequence[Ran], show: bool | None) -> None:
         name = each.program.outputs[each.index]
         if name in simulated and np.array_equal(integers(simulated[name], each.steps), each.found):
             each.fits.add(SIMULATOR)
-    _try(kit, ran, differing, variants_of(backends.get(kit.target)), show)
+    _try(kit, ran, differing, show)
 
 
 def _operator(ran: Ran) -> tuple[str, str]:
     return ran.program.cases[ran.index].operator, ran.program.dtype
 
 
-def _try(kit: Kit, ran: Sequence[Ran], operators: set[tuple[str, str]], variants: Sequence[Variant], show: bool | None) -> None:
-    """Add the variants that fit to outputs of these operators."""
+def _try(kit: Kit, ran: Sequence[Ran], operators: set[tuple[str, str]], show: bool | None) -> None:
+    """Add the variants of the target's arithmetic that fit to outputs of these operators."""
     programs = {each.program.name: each.program for each in ran if _operator(each) in operators}
-    target, images = backends.get(kit.target), kit_images(kit)
+    images = kit_images(kit)
     failed: dict[str, str] = {}
-    plan = [(program, variant) for program in programs.values() for variant in variants]
+    plan = list(itertools.product(programs.values(), variants_of(backends.get(kit.target))))
     model = functools.lru_cache(1)(functools.partial(model_of, kit))
-    for program, variant in progress(plan, len(plan), "trying variants", show):
+    for program, (name, target) in progress(plan, len(plan), "trying variants", show):
         chosen = {each.index: each for each in ran if each.program.name == program.name and _operator(each) in operators}
         try:
-            results = computed(model(program), variant.of(target), images, {index: each.steps for index, each in chosen.items()})
+            results = computed(model(program), target, images, {index: each.steps for index, each in chosen.items()})
         except FxQuantError as error:
-            failed[variant.name] = error.because
+            failed[name] = error.because
             continue
         for index, each in chosen.items():
             if np.array_equal(results[index], each.found):
-                each.fits.add(variant.name)
+                each.fits.add(name)
     for name, because in failed.items():
         logger.info("the variant %r could not be computed: %s", name, because)
 

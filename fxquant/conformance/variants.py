@@ -1,12 +1,10 @@
 """Other ways in which a chip may compute: changes of a target's arithmetic, each with a name in words.
 
-A variant is data: the integer model is converted again with the changed arithmetic, so nothing is computed here.
+A variant is data, the difference in words and a target: the integer model is converted again for that target, so nothing is computed here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +13,8 @@ from fxquant.numerics.grids import FixedWidths, MeasuredWidths
 from fxquant.primitives.arithmetic import LAYER, MATRIX, PRODUCT, SUM, VALUE, Arithmetic, FixedArithmetic, ShiftedSums
 from fxquant.target import Target
 
-Change = Callable[[Any], Arithmetic]  # of an arithmetic; those of roundings and widths are of a FixedArithmetic
+# The difference in words, and the change of an arithmetic: those of roundings and widths are changes of a FixedArithmetic.
+Change = tuple[str, Callable[[Any], Arithmetic]]
 
 KINDS = {LAYER: "layers", MATRIX: "matrix products", SUM: "sums", PRODUCT: "products", VALUE: "other tensors"}
 ROUNDINGS = {
@@ -61,44 +60,30 @@ class PlainFloor(FixedArithmetic):
     half_step_in_bias = False
 
 
-@dataclass(frozen=True)
-class Variant:
-    """Another way to compute: the difference in words, and the change of an arithmetic."""
-
-    name: str
-    change: Change
-
-    def of(self, target: Target) -> Target:
-        """Return the target with the changed arithmetic."""
-        return replace(target, arithmetic=self.change(target.arithmetic))
-
-
-def variants_of(target: Target) -> list[Variant]:
-    """Return the variants of a target's arithmetic that differ from it, and from each other."""
-    variants: list[Variant] = []
+def variants_of(target: Target) -> list[tuple[str, Target]]:
+    """Return the target with each other arithmetic that differs from its own, and from each other; the difference in words before it."""
+    variants: list[tuple[str, Target]] = []
     arithmetics = [target.arithmetic]
-    widths = [Variant(name, partial(_width, changed=changed)) for name, changed in WIDTHS]
-    widths.append(Variant("the smallest first shift that covers the output's range", _smallest_first_shift))
+    widths: list[Change] = [(name, partial(_width, changed=changed)) for name, changed in WIDTHS]
+    widths.append(("the smallest first shift that covers the output's range", _smallest_first_shift))
     fixed = (*_roundings(), *widths) if isinstance(target.arithmetic, FixedArithmetic) else ()
-    for variant in (*fixed, *_fields(), *_others(target)):
-        changed = variant.change(target.arithmetic)
+    for name, change in (*fixed, *_fields(), *_others(target)):
+        changed = change(target.arithmetic)
         if changed not in arithmetics:
             arithmetics.append(changed)
-            variants.append(variant)
+            variants.append((name, replace(target, arithmetic=changed)))
     return variants
 
 
-def _roundings() -> Iterator[Variant]:
+def _roundings() -> Iterator[Change]:
     for kind, words in KINDS.items():
         for rounding, how in ROUNDINGS.items():
-            yield Variant(f"{words}: {how}", partial(_rounding, changed={kind: rounding}))
+            yield f"{words}: {how}", partial(_rounding, changed={kind: rounding})
     for rounding, how in ROUNDINGS.items():
         if rounding != "floor":
-            yield Variant(f"everything: {how}", partial(_rounding, changed={kind: rounding for kind in KINDS}))
-    yield Variant(
-        "layers: rounded down, without half a step in the bias",
-        lambda old: PlainFloor(**{**vars(old), "roundings": {**_spelt_out(old), LAYER: "floor"}}),
-    )
+            yield f"everything: {how}", partial(_rounding, changed=dict.fromkeys(KINDS, rounding))
+    plain = "layers: rounded down, without half a step in the bias"
+    yield plain, lambda old: PlainFloor(**{**vars(old), "roundings": {**_spelt_out(old), LAYER: "floor"}})
 
 
 def _rounding(old: FixedArithmetic, changed: Mapping[str, str]) -> Arithmetic:
@@ -126,11 +111,11 @@ def _smallest_first_shift(old: FixedArithmetic) -> Arithmetic:
     return replace(old, widths={**old.widths, **plain})
 
 
-def _fields() -> Iterator[Variant]:
+def _fields() -> Iterator[Change]:
     for name, words, values in FIELDS:
         for value in values:
             shown = ("" if value else "not ") if isinstance(value, bool) else _said(value)
-            yield Variant(words.format(shown), partial(replace, **{name: value}))
+            yield words.format(shown), partial(replace, **{name: value})
 
 
 def _said(value: Any) -> str:
@@ -141,9 +126,9 @@ def _said(value: Any) -> str:
     return f"the larger scale shifted by {'at most ' + str(value.largest) if value.fixed is None else value.fixed} bits"
 
 
-def _others(target: Target) -> Iterator[Variant]:
+def _others(target: Target) -> Iterator[Change]:
     """Yield the whole arithmetic of other targets with the same class."""
     for other in backends.TARGETS.values():
         same_class = type(other.arithmetic) is type(target.arithmetic)
         if same_class and other.arithmetic.power_of_two_scales == target.arithmetic.power_of_two_scales:
-            yield Variant(f"the arithmetic of {other.name}", partial(lambda chosen, _: chosen, other.arithmetic))
+            yield f"the arithmetic of {other.name}", partial(lambda chosen, _: chosen, other.arithmetic)

@@ -10,7 +10,6 @@ import builtins
 import collections
 import contextlib
 import functools
-import linecache
 import logging
 import math
 import os
@@ -31,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxquant.frontend.gradients import STAND_INS
 from fxquant.frontend.values import ATOMS, BatchNumber, TracedTensor, active, is_tracing, refuse
-from fxquant.ir.carried import PLAIN
+from fxquant.ir.carried import PLAIN, line_of
 from fxquant.ir.model import autocast_off
 from fxquant.support.files import free_in_child
 
@@ -56,7 +55,7 @@ def user_source(root: CodeType) -> str:
         if frame.f_code is root:
             break
         if not is_library(frame.f_code.co_filename):
-            return _text(frame.f_code, frame.f_lineno)
+            return line_of(frame.f_code, frame.f_lineno)
     return ""
 
 
@@ -77,18 +76,12 @@ def is_library(filename: str) -> bool:
 
 
 @functools.cache
-def _text(code: CodeType, line: int) -> str:
-    statement = linecache.getline(code.co_filename, line).strip()
-    text = f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"
-    return f"{text}:  {statement}" if statement else text
-
-
 def source_of_error(error: BaseException, root: CodeType) -> str | None:
     """Return the user's line that was executing inside `root` when an error was raised."""
     text, inside = None, False
     for frame, line in traceback.walk_tb(error.__traceback__):
         if inside and not is_library(frame.f_code.co_filename):
-            text = _text(frame.f_code, line)
+            text = line_of(frame.f_code, line)
         inside = inside or frame.f_code is root
     return text
 

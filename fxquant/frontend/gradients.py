@@ -19,6 +19,7 @@ from fxquant.ir import graph
 from fxquant.ir.functional import stopped
 from fxquant.ir.graph import TensorFact
 from fxquant.numerics.rounding import GradientRule, Slot
+from fxquant.support import reached
 
 _COPIES = frozenset(("clone", "view_as", "contiguous", "alias", "detach"))
 
@@ -54,19 +55,17 @@ class Gradients:
 
     def required(self, handler: Any, node: fx.Node) -> bool:
         """Return whether a tensor has a gradient while the float model trains: it depends on a parameter, in a region with gradients."""
-        visited, waiting = {node}, [node]
-        while waiting:
-            each = waiting.pop()
+
+        def stops(each: fx.Node) -> bool:
             each_fact = graph.fact(each)
-            if each in self._asked:
-                return True
-            if each in self._without or is_stop(each) or (isinstance(each_fact, TensorFact) and not each_fact.dtype.is_floating_point):
-                continue
-            if each.op in ("call_module", "get_attr") and str(each.target) not in self.rules and handler.is_trained(each):
-                return True
-            waiting += [operand for operand in each.all_input_nodes if operand not in visited]
-            visited.update(each.all_input_nodes)
-        return False
+            real = not isinstance(each_fact, TensorFact) or each_fact.dtype.is_floating_point
+            return each in self._without or is_stop(each) or not real
+
+        def trains(each: fx.Node) -> bool:
+            return each.op in ("call_module", "get_attr") and str(each.target) not in self.rules and handler.is_trained(each)
+
+        before = reached([node], lambda each: () if stops(each) else each.all_input_nodes)
+        return any(each in self._asked or (not stops(each) and trains(each)) for each in before)
 
     def add(self, rule: GradientRule, name: str) -> str:
         """Store a gradient rule in `rules` under a free path, and return the path, at which the graph calls it."""

@@ -5,8 +5,6 @@ floats, and weights of layers, are parameters. Nodes keep their names, with a do
 and reports refer.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import operator

@@ -6,8 +6,6 @@ attribute in older opsets has the attribute's name, so that one function serves 
 are given to functions with such an argument.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Build the traced GraphModule: its module tree, its graph, the graph of the train-mode branch, and the entries of its `meta`."""
 
-from __future__ import annotations
-
 import difflib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +46,7 @@ class TrainingBranch(Holder):
     def forward(self, *inputs: Any) -> None:
         self.result = rebuilt(self.form, Interpreter(self.held[0], self.steps).run(*inputs)) if self.training else None
 
-    def train(self, mode: bool = True) -> TrainingBranch:
+    def train(self, mode: bool = True) -> "TrainingBranch":
         """Set train or eval mode, also of the methods kept as Python, which only the training branch calls."""
         super().train(mode)
         for module in self.held[0].modules():

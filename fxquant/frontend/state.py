@@ -3,8 +3,6 @@
 They are changes of state, of buffers, tensors and numbers that a graph reads and never changes, and random numbers that are drawn.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools
@@ -25,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from fxquant.frontend.environment import EXPORTED_AT, OwnRandomNumbers, Snapshot, frames, undisturbed, user_source
 from fxquant.frontend.inputs import ExampleInputs
 from fxquant.frontend.values import ATOMS
+from fxquant.support import reached
 from fxquant.support.files import memory_start
 
 _FORWARDS = {kind.forward.__code__ for kind in (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm, nn.modules.instancenorm._InstanceNorm)}
@@ -128,17 +127,9 @@ def overrides_train(module: nn.Module) -> bool:
 
 def with_gradient(result: Any) -> list[Tensor]:
     """Return the leaf tensors, such as parameters, that get gradients in a backward pass from the tensors of a nested result."""
-    waiting = [value.grad_fn for value in tree_leaves(result) if isinstance(value, Tensor)]
-    visited, leaves = set[Any](), list[Tensor]()
-    while waiting:
-        function = waiting.pop()
-        if function is None or function in visited:
-            continue
-        visited.add(function)
-        if hasattr(function, "variable"):
-            leaves.append(function.variable)
-        waiting += [following for following, _ in function.next_functions]
-    return leaves
+    functions: list[Any] = [value.grad_fn for value in tree_leaves(result) if isinstance(value, Tensor)]
+    every = reached(functions, lambda function: () if function is None else (following for following, _ in function.next_functions))
+    return [function.variable for function in every if hasattr(function, "variable")]
 
 
 def _call(root: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -154,7 +145,7 @@ def _counts_batches(root: nn.Module, name: str) -> bool:
 class _Registry(dict[str, Any]):
     """The buffers of a module, which tell when one is replaced."""
 
-    def __init__(self, buffers: dict[str, Any], watch: _Watch) -> None:
+    def __init__(self, buffers: dict[str, Any], watch: "_Watch") -> None:
         super().__init__(buffers)
         self._watch = watch
 

@@ -8,7 +8,7 @@ import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -110,14 +110,17 @@ class Carried:
 
 
 def calling_line() -> str | None:
-    """Return the innermost line outside of torch and of the code of models: "model.py:41 in encode:  return self.e(x)"."""
+    """Return the innermost line outside of torch and of the code of models, with its place."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
         frame = frame.f_back
-    if frame is None:
-        return None
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}" + f":  {line}" * bool(line)
+    return None if frame is None else line_of(frame.f_code, frame.f_lineno)
+
+
+def line_of(code: CodeType, line: int) -> str:
+    """Return a line of a function's file after its place: "model.py:41 in encode:  return self.e(x)"."""
+    statement = linecache.getline(code.co_filename, line).strip()
+    return f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}" + f":  {statement}" * bool(statement)
 
 
 def _preserved(model: nn.Module, name: str) -> Any:

@@ -13,8 +13,6 @@ The functions besides `begin` and `end` are primitives (`primitives.loop`). What
 `running`, and generated code has a Python loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 The package's docstring says how tensors are held between kernels; `ChannelsLast` describes the layout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from fxquant.errors import Unless
 from fxquant.ir.graph import resolve
 from fxquant.ir.integer import QParams, qparams
 from fxquant.primitives.proof import ranges
@@ -87,7 +86,7 @@ class ChannelsLast:
         size = self.rows * self.pixel
         return torch.empty(size + SLACK // self.dtype.itemsize, dtype=self.dtype, device="cpu")[:size].view(self.rows, self.pixel)
 
-    def of(self, held: Tensor) -> ChannelsLast:
+    def of(self, held: Tensor) -> "ChannelsLast":
         """Return how a tensor with another number of images, or of rows, is held."""
         images = held.shape[0] // max(1, self.rows // max(1, self.sizes[0]))
         return replace(self, sizes=(images, *self.sizes[1:]))
@@ -130,7 +129,7 @@ class ChannelsLast:
         return self.unpack(held).to(torch.int64) - self.zero
 
 
-class NotApplicable(Exception):
+class NotApplicable(Unless):
     """Raised with the reason why an implementation does not serve a place, or this processor."""
 
 

@@ -17,6 +17,7 @@ from fxquant.primitives import PRIMITIVES, Role, ZeroPoint, elementwise, loop, p
 from fxquant.primitives.accumulate import sides
 from fxquant.primitives.quantization import accumulator_output, quantize
 from fxquant.primitives.steps import Op
+from fxquant.support import reached
 
 BYTES = (torch.int8, torch.uint8)
 INTEGERS = (*BYTES, torch.int16, torch.int32, torch.int64)
@@ -380,14 +381,8 @@ def _joins(node: fx.Node) -> bool:
 def _repeats(nodes: set[fx.Node], order: Mapping[fx.Node, int]) -> bool:
     """Return whether the last linear layer among these nodes reads what another one with its weight computed."""
     last = max(nodes, key=lambda node: (_is_product(node), order[node]))
-    waiting, visited = [last], {last}
-    while waiting:
-        near = (nodes & set(waiting.pop().all_input_nodes)) - visited
-        if any(_is_product(node) and node.args[1] is last.args[1] for node in near):
-            return _is_product(last)
-        waiting += near
-        visited |= near
-    return False
+    before = reached([last], lambda node: nodes.intersection(node.all_input_nodes))
+    return _is_product(last) and any(_is_product(node) and node.args[1] is last.args[1] for node in before if node is not last)
 
 
 def rows(root: fx.Node) -> Matched:
@@ -542,14 +537,8 @@ def _channels_first(model: fx.GraphModule) -> frozenset[fx.Node]:
             if operand in alike and operand.op != "get_attr":
                 alike[node].add(operand)
                 alike[operand].add(node)
-    first: dict[fx.Node, bool] = {}
-    for waiting in (windows, linear):
-        while waiting:
-            node = waiting.pop()
-            if node not in first:
-                first[node] = waiting is windows
-                waiting += alike[node]
-    return frozenset(node for node in alike if first.get(node, len(_sizes(node)) > 3))
+    near_windows, near_linear = (set(reached(start, alike.__getitem__)) for start in (windows, linear))
+    return frozenset(node for node in alike if node in near_windows or (node not in near_linear and len(_sizes(node)) > 3))
 
 
 def _without_negatives(model: fx.GraphModule) -> frozenset[fx.Node]:

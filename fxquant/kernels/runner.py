@@ -1,7 +1,5 @@
 """Run an integer model with its kernels. The results of a program have the bits and the strides of the primitives' results."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ same calls into a graph. All use one function, so training, validation and the i
 The package's docstring names two more lowerings.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -102,7 +100,7 @@ class Quantized:
         """Return the dequantized tensor, with gradients; only for eager lowering. It equals the integer model's, byte for byte."""
         return self.grid.dequantize(self.value) if self.dequantized is None else self.dequantized
 
-    def with_value(self, value: Any) -> Quantized:
+    def with_value(self, value: Any) -> "Quantized":
         """Return another value on the same grid (its shape is no longer that of the operand)."""
         return replace(self, value=value, dequantized=None)
 

@@ -1,7 +1,5 @@
 """Round weights to integers, with a straight-through gradient; and modules that change gradients alone."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
@@ -40,23 +38,31 @@ def _of_value(gradient: Tensor, value: Tensor, low: Limit, high: Limit) -> Tenso
     return result
 
 
-class _Clamped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, low: Limit, high: Limit) -> Tensor:
-        ctx.save_for_backward(value)
-        ctx.limits = low, high
-        return torch.clamp(value, low, high)  # type: ignore[arg-type]
+class Transformable(torch.autograd.Function):
+    """A function in the form that functorch's transforms ask for: `forward` without a context, and `setup_context`.
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _of_value(gradient, *ctx.saved_tensors, *ctx.limits), None, None
-
-
-class _TransformedClamped(torch.autograd.Function):
-    """`_Clamped` in the form that functorch's transforms ask for, whose calls take several times as long."""
+    Calls of this form take several times as long, so where no transform is active `call` takes another form, which is made of it.
+    """
 
     generate_vmap_rule = True
+    _direct: type[torch.autograd.Function]
 
+    def __init_subclass__(cls) -> None:
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = cls.forward(*inputs)
+            cls.setup_context(ctx, inputs, output)
+            return output
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(cls.backward)}
+        cls._direct = type(f"{cls.__name__}Directly", (torch.autograd.Function,), members)
+
+    @classmethod
+    def call(cls, *inputs: Any) -> Any:
+        """Return the function's result, in the form that fits."""
+        return (cls if torch._C._are_functorch_transforms_active() else cls._direct).apply(*inputs)  # type: ignore[no-untyped-call]
+
+
+class _Clamped(Transformable):
     @staticmethod
     def forward(value: Tensor, low: Limit, high: Limit) -> Tensor:
         return torch.clamp(value, low, high)  # type: ignore[arg-type]
@@ -67,7 +73,9 @@ class _TransformedClamped(torch.autograd.Function):
         ctx.save_for_forward(inputs[0])
         ctx.limits = inputs[1:]
 
-    backward = _Clamped.backward
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _of_value(gradient, *ctx.saved_tensors, *ctx.limits), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
@@ -81,13 +89,11 @@ def clamped(value: Tensor, low: Limit = None, high: Limit = None) -> Tensor:
     """
     if low is None and high is None:
         return value
-    if torch._C._are_functorch_transforms_active():
-        result: Tensor = _TransformedClamped.apply(value, low, high)  # type: ignore[no-untyped-call]
-        return result
     traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    if traced or not value.requires_grad or not torch.is_grad_enabled():
+    without_gradient = traced or not value.requires_grad or not torch.is_grad_enabled()
+    if without_gradient and not torch._C._are_functorch_transforms_active():
         return torch.clamp(value, low, high)  # type: ignore[arg-type]
-    result = _Clamped.apply(value, low, high)  # type: ignore[no-untyped-call]
+    result: Tensor = _Clamped.call(value, low, high)
     return result
 
 
@@ -152,22 +158,7 @@ class AdaptiveRounding(Rounding):
         return f"shape={self.shape}"
 
 
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, smooth: Tensor, exact: Tensor) -> Tensor:
-        ctx.dtype = smooth.dtype
-        return exact.view_as(exact)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.to(ctx.dtype), None
-
-
-class _TransformedStraightThrough(torch.autograd.Function):
-    """`_StraightThrough` in the form that functorch's transforms ask for, whose calls take several times as long."""
-
-    generate_vmap_rule = True
-
+class _StraightThrough(Transformable):
     @staticmethod
     def forward(smooth: Tensor, exact: Tensor) -> Tensor:
         return exact.view_as(exact)
@@ -176,14 +167,14 @@ class _TransformedStraightThrough(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.dtype = inputs[0].dtype
 
-    backward = _StraightThrough.backward
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
 
 
 def straight_through(smooth: Tensor, exact: Tensor) -> Tensor:
     """Return `exact`, bit for bit, of its shape and dtype, with the gradient of `smooth`; also inside of torch.func's transforms."""
-    transformed = torch._C._are_functorch_transforms_active()
-    function = _TransformedStraightThrough if transformed else _StraightThrough
-    result: Tensor = function.apply(smooth, exact)  # type: ignore[no-untyped-call]
+    result: Tensor = _StraightThrough.call(smooth, exact)
     return result
 
 
@@ -216,7 +207,7 @@ class GradientRule(nn.Module):
     def extra_repr(self) -> str:
         return self.label
 
-    def same(self, other: GradientRule) -> bool:
+    def same(self, other: "GradientRule") -> bool:
         """Return whether `other`, of another trace of the model, is of the same function and the same result."""
         return (self.function, self.index) == (other.function, other.index)
 

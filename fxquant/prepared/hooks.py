@@ -22,6 +22,7 @@ from fxquant.ir.integer import Reference
 from fxquant.ir.model import CALLS, CARRIED, HOOKS
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.operators import QuantizedOperator
+from fxquant.quantization.spec import prefixes
 from fxquant.support import logger
 
 _BOUNDARIES = ("boundary.insert", "boundary.requantize", "requantize.insert")  # the last one in files of earlier versions
@@ -135,8 +136,7 @@ def _next_computed(calls: list[Call]) -> dict[str, str]:
 
 def _is_below(path: str, others: set[str]) -> bool:
     """Return whether a module, or one that holds it, is among others."""
-    parts = path.split(".")
-    return any(".".join(parts[:count]) in others for count in range(1, len(parts) + 1))
+    return not others.isdisjoint(prefixes(path))
 
 
 def _others(prepared: fx.GraphModule) -> set[str]:

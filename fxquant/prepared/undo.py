@@ -4,8 +4,6 @@ A call that changes operators one by one takes a `Snapshot` first. So the model 
 the call leaves, and never between them. What has another value only for a while has it in `Having`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
@@ -33,7 +31,7 @@ class Snapshot:
         self.always, self.gradients = always, torch.is_grad_enabled()
         self.numbers = [(tensor, tensor.detach().clone()) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
 
-    def __enter__(self) -> Snapshot:
+    def __enter__(self) -> "Snapshot":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

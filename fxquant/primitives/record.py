@@ -6,8 +6,6 @@ integers. Given the same integers as floating-point tensors, as in a prepared mo
 the same numbers as floats. Lowering the graph proves the bounds of the operands.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -322,7 +320,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @contextmanager
-def _full_precision(device: str, switches: Switches | None) -> Iterator[None]:
+def _full_precision(device: str, switches: "Switches | None") -> Iterator[None]:
     with torch.autocast(device, enabled=False), _NOTHING if switches is None else switches:
         yield
 

@@ -1,7 +1,5 @@
 """Scales that training learns: the methods, with their parameters and gradients, and the step of training that integers on a scale take."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.numerics.grids import SMALLEST_SCALE, Grid, IntType
+from fxquant.numerics.rounding import Transformable
 
 Parameters = tuple[Tensor, ...]
 
@@ -360,14 +359,15 @@ def _popped(state_dict: dict[str, Any], prefix: str, method: Method | None) -> P
     return () if method is None else tuple(state_dict.pop(prefix + name) for name in method.parameters)
 
 
-class _LearnedStep(torch.autograd.Function):
+class _LearnedStep(Transformable):
     @staticmethod
-    def forward(
-        ctx: Any, value: Tensor, exact: Tensor, scale: Tensor, base: Tensor, factor: Tensor | None, *how: Any
-    ) -> Tensor:  # how: the method, low, high, and the parameters
-        ctx.save_for_backward(value, exact, scale, base, factor)
-        ctx.method, ctx.low, ctx.high, *_ = how
+    def forward(value: Tensor, exact: Tensor, scale: Tensor, base: Tensor, factor: Tensor | None, *how: Any) -> Tensor:
         return exact.view_as(exact)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:5])
+        ctx.method, ctx.low, ctx.high, *_ = inputs[5:]  # and the method's parameters
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -381,23 +381,6 @@ class _LearnedStep(torch.autograd.Function):
         return of_value, of_exact, *(None,) * 6, *(each.float() for each in ctx.method.gradients(step))
 
 
-class _TransformedLearnedStep(torch.autograd.Function):
-    """`_LearnedStep` in the form that functorch's transforms require, whose calls take several times as long."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(value: Tensor, exact: Tensor, scale: Tensor, base: Tensor, factor: Tensor | None, *how: Any) -> Tensor:
-        return exact.view_as(exact)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:5])
-        ctx.method, ctx.low, ctx.high, *_ = inputs[5:]
-
-    backward = _LearnedStep.backward
-
-
 def learned_step(
     value: Tensor, exact: Tensor, scale: Tensor, trained: TrainableScale, limits: IntType | Grid, factor: Tensor | None = None
 ) -> Tensor:
@@ -407,8 +390,7 @@ def learned_step(
     replaced, and the trained one has no gradient.
     If `exact` requires a gradient itself, for instance for a learned rounding, it gets the gradient of the result.
     """
-    function = _TransformedLearnedStep if torch._C._are_functorch_transforms_active() else _LearnedStep
-    result: Tensor = function.apply(  # type: ignore[no-untyped-call]
+    result: Tensor = _LearnedStep.call(
         value, exact, scale, trained.base_scale.clone(), factor, trained.method, limits.low, limits.high, *trained.trained.values()
     )
     return result

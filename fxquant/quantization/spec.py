@@ -27,13 +27,6 @@ LEARNED, LSQ_PLUS, PACT, TQT = "learned", "lsq+", "pact", "tqt"  # methods of fx
 STATISTICS, FROZEN = "statistics", "frozen"
 
 
-def _dtype(value: Any) -> str:
-    """Return a dtype by name, or by PyTorch's dtype of that name."""
-    if not isinstance(value, str | torch.dtype):
-        raise TypeError
-    return str(value).removeprefix("torch.")
-
-
 def _observer(value: Any) -> Any:
     """Return a factory of observers, or an unused copy of an observer. Raises ValueError for anything else."""
     if isinstance(value, str):
@@ -56,15 +49,13 @@ def _unused(observer: Observer) -> Observer:
     return copied
 
 
-DTYPE = Kind("a dtype by name, like 'int8'", _dtype)
-
-
-def _rounding(value: Any) -> type[Rounding]:
-    if not (isinstance(value, type) and issubclass(value, Rounding)) or value is Rounding:
-        raise TypeError
-    return value
-
-
+# PyTorch's dtype of that name is taken as well.
+DTYPE = Kind("a dtype by name, like 'int8'", lambda value: str(instance("", str, torch.dtype).take(value)).removeprefix("torch."))
+ROUNDING = such(
+    "a class of roundings, like Nearest: a subclass of Rounding",
+    instance("", type).take,
+    lambda kind: issubclass(kind, Rounding) and kind is not Rounding,
+)
 ACTIVATION_DTYPE = DTYPE.or_none("the target's default")
 OBSERVER = Kind(
     "a class of observers, the name of one, an observer that is copied, or a function without arguments that makes one", _observer
@@ -209,11 +200,7 @@ class ActivationConfig:
         return None if self.fixed_scale is None else (self.fixed_scale, self.fixed_zero_point)
 
 
-@checked_class(
-    dtype=DTYPE,
-    p=KINDS["p"].or_none("the largest weight is covered"),
-    rounding=Kind("a class of roundings, like Nearest: a subclass of Rounding", _rounding),
-)
+@checked_class(dtype=DTYPE, p=KINDS["p"].or_none("the largest weight is covered"), rounding=ROUNDING)
 @dataclass(frozen=True)
 class WeightConfig:
     """The quantization of a weight: its dtype, and a scale per output channel or per tensor.
@@ -370,12 +357,8 @@ MatchedRules = tuple[tuple[Rule, Chosen], ...]  # every rule that covers one of 
 
 
 def _rules(key: Callable[[Any], Any]) -> Kind:
-    def take(value: Any) -> dict[Any, Chosen]:
-        if not isinstance(value, Mapping):
-            raise TypeError
-        return {key(rule): CHOSEN.take(chosen) for rule, chosen in value.items()}
-
-    return Kind("a dict from rules to QConfigs", take)
+    dicts = instance("", Mapping)
+    return Kind("a dict from rules to QConfigs", lambda value: {key(one): CHOSEN.take(chosen) for one, chosen in dicts.take(value).items()})
 
 
 def _spelling(value: Any) -> Any:

@@ -20,6 +20,7 @@ from fxquant.ir.integer import QParams
 from fxquant.reporting.effects import Effects, Inside
 from fxquant.reporting.statistics import Steps, ratio, sqnr_of
 from fxquant.reporting.tensor_rules import GAP, POOR, RULES, SCALES, UNUSED, Cures, Found, Judged, mask_cure, own_error
+from fxquant.support import reached
 
 MIN_GAIN_DB = 1.0  # dB at the outputs that a cure must gain
 AUDIBLE = 1e-4  # an effect below this noise to signal ratio of the outputs, 40 dB, is not reported
@@ -95,13 +96,7 @@ def _with_followers(measured: Sequence[Measured], effects: Effects) -> list[Meas
     outliers = {each[0].reference: each for each in measured if each[1] == "outlier_channel"}
     sources: dict[str, list[str]] = {}
     for name, (tensor, *_) in outliers.items():
-        waiting: list[Sequence[str]] = [tensor.nodes]
-        chain = {name}
-        while waiting:
-            for read in effects.operands(waiting.pop()) or ():
-                if read not in chain:
-                    chain.add(read)
-                    waiting.append((read,))
+        chain = {name, *reached(effects.operands(tensor.nodes) or (), lambda read: effects.operands((read,)) or ())}
         sources[name] = [each for each in outliers if each in chain]
     counted: list[Measured] = []
     for name in sorted(outliers, key=lambda each: len(sources[each])):

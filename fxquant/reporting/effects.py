@@ -18,6 +18,7 @@ from fxquant.analysis.recording import GraphForm, Seen, outputs, still
 from fxquant.ir.graph import is_parameter, resolve
 from fxquant.reporting.statistics import Steps
 from fxquant.reporting.tensor_rules import Judged
+from fxquant.support import reached
 
 Change = Callable[[str, Any, tuple[Any, ...]], Any]  # of a tensor's name, its value and what its node read
 
@@ -118,19 +119,14 @@ class Effects:
 
     def _region(self, names: Sequence[str]) -> tuple[list[fx.Node], list[fx.Node]]:
         group = [self.nodes[name] for name in names if name in self.nodes and self.nodes[name].op != "placeholder"]
-        hidden: dict[fx.Node, None] = {}
-        read: dict[fx.Node, None] = {}
-        waiting = [each for node in group for each in node.all_input_nodes]
-        while waiting:
-            node = waiting.pop(0)
-            if node in group or node in hidden or is_parameter(node):
-                continue
-            if node.name in self.others:
-                read[node] = None
-            elif node.op != "placeholder":  # which is the same for both
-                hidden[node] = None
-                waiting += node.all_input_nodes
-        return list(hidden), list(read)
+
+        def is_end(node: fx.Node) -> bool:
+            return node in group or is_parameter(node) or node.name in self.others
+
+        near = reached([each for node in group for each in node.all_input_nodes], lambda node: () if is_end(node) else node.all_input_nodes)
+        outside = [node for node in near if node not in group and not is_parameter(node)]
+        hidden = [node for node in outside if node.name not in self.others and node.op != "placeholder"]  # an input is the same for both
+        return hidden, [node for node in outside if node.name in self.others]
 
     def inside(self, names: Sequence[str]) -> Inside | None:
         """Return the error that the operator at these nodes makes, the first node being its result; None without known operands."""

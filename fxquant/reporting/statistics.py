@@ -5,8 +5,6 @@ The distribution of the reference is kept as octaves of magnitude, in eighths. T
     noise(s) = Σ_m count(m) · ((|m| - limit·s)² beyond the grid's end, m² below half a step, s²/12 between)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ class Steps:
     high: int
 
     @staticmethod
-    def of(grid: QParams | None) -> Steps | None:
+    def of(grid: QParams | None) -> "Steps | None":
         """Return the steps of a tensor with one known scale; None without a scale, with one per channel, or if it is not calibrated."""
         if grid is None or not isinstance(grid.scale, float) or not math.isfinite(grid.scale):
             return None

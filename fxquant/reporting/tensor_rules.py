@@ -5,6 +5,7 @@ A rule returns the cause, the cure, and the share of the tensor's own error that
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -13,6 +14,7 @@ from fxquant.accuracy.observe import LOST
 from fxquant.analysis.recording import Facts, Form, GraphForm
 from fxquant.ir.graph import model_meta, resolve
 from fxquant.reporting.statistics import TensorStatistics
+from fxquant.support import reached
 from fxquant.target import Target
 
 WIDE = "int16"
@@ -77,27 +79,24 @@ class Cures:
 
     def _readers(self, reference: str) -> list[str]:
         """Return the operators on integers that read an input of the model, as rules name them."""
-        readers: dict[str, None] = {}
-        waiting = list(self.nodes[reference].users)
-        while waiting:
-            node = waiting.pop(0)
-            if node.op == "output":
-                continue
-            module = resolve(self.model, str(node.target)) if node.op == "call_module" else None
-            if isinstance(module, nn.Identity):  # which no prepared model has
-                waiting += node.users
-                continue
+
+        def counts(node: fx.Node) -> bool:
             parts = any(each.startswith(f"{node.name}_") for each in self.known)  # of an operator that became several
-            if node.name in self.integer or parts or isinstance(module, DROPOUTS):  # which no integer model has
-                readers[node.name] = None
-        return list(readers)
+            return node.name in self.integer or parts or self._is(node, DROPOUTS)  # which no integer model has
+
+        # No prepared model has an identity: what reads it counts.
+        readers = reached(self.nodes[reference].users, lambda node: node.users if self._is(node, nn.Identity) else ())
+        return [node.name for node in readers if node.op != "output" and not self._is(node, nn.Identity) and counts(node)]
+
+    def _is(self, node: fx.Node, kinds: Any) -> bool:
+        """Return whether a node calls a module of these classes."""
+        return node.op == "call_module" and isinstance(resolve(self.model, str(node.target)), kinds)
 
     def _passes_on(self, reader: str, tensor: str) -> bool:
         """Return whether an operator has its operand's grid: it only moves values."""
         if reader in self.known and tensor in self.known:
             return self.known[reader].grid == self.known[tensor].grid
-        node = self.nodes[reader]
-        return node.op == "call_module" and isinstance(resolve(self.model, str(node.target)), DROPOUTS)
+        return self._is(self.nodes[reader], DROPOUTS)
 
 
 def _mapping(rules: Mapping[str, str]) -> str:

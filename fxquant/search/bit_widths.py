@@ -1,7 +1,5 @@
 """Mixed precision: the dtypes that lose least at the outputs within a budget, as a QConfigMapping."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
@@ -62,7 +60,7 @@ class Budget:
             remedy = "pass Budget(latency=0.01, speed=fxq.extend.Roofline(macs_per_second=1e12, bytes_per_second=1e10)), or neither"
             raise ConfigurationError("a speed is given without a latency", because=because, remedy=remedy)
 
-    def on(self, target: Target) -> Budget:
+    def on(self, target: Target) -> "Budget":
         """Return the budget with the target's peak rates as `speed`, if it needs one. Raises ConfigurationError for unknown rates."""
         if self.latency is None or self.speed is not None:
             return self

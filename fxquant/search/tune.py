@@ -4,8 +4,6 @@ A *recipe* describes how a model is made from the float model: the mapping that 
 in order. A remedy proposes recipes, which `tune` builds, evaluates on held-out batches, and keeps or drops.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -52,7 +50,7 @@ class Recipe:
         return {"mapping": written(self.mapping), "methods": list(self.methods), "corrections": dict(self.corrections)}
 
     @staticmethod
-    def of(document: dict[str, Any]) -> Recipe:
+    def of(document: dict[str, Any]) -> "Recipe":
         """Return the recipe of a document."""
         return Recipe(read(document["mapping"], "the checkpoint's mapping"), tuple(document["methods"]), document["corrections"])
 

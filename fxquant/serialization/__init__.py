@@ -53,10 +53,8 @@ def _write(path: str | os.PathLike[str], document: Mapping[str, Any], tensors: d
         try:
             read_document, read_tensors = unpack((folder / place.name).read_bytes())
             _read(read_document, read_tensors, target_of)
-            if as_text(document) != as_text(read_document):
-                raise Malformed("its graph is not the graph that was written")
-            if tensors.keys() != read_tensors.keys():
-                raise Malformed("it has other tensors than were written")
+            Malformed.unless(as_text(document) == as_text(read_document), "its graph is not the graph that was written")
+            Malformed.unless(tensors.keys() == read_tensors.keys(), "it has other tensors than were written")
             for name, tensor in tensors.items():
                 other = read_tensors[name]
                 if (tensor.dtype, tensor.shape) != (other.dtype, other.shape) or not torch.equal(_bytes(tensor), _bytes(other)):
@@ -134,8 +132,7 @@ def unpack(content: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
         graph, packed = (archive.read(entry) for entry in entries)
     text = re.sub(r'("Part":{[^{}]*),"step":(?:null|\d+)}', r"\1}", graph.decode("ascii"))  # of which former files tell, and nothing reads
     document = json.loads(text, parse_constant=_refuse_constant)
-    if not isinstance(document, dict):
-        raise Malformed(f"{GRAPH} is not an object")
+    Malformed.unless(isinstance(document, dict), f"{GRAPH} is not an object")
     return document, {name: tensor.clone() for name, tensor in safetensors.torch.load(packed).items()}
 
 

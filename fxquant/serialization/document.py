@@ -208,8 +208,7 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
 
 def _check_head(document: Mapping[str, Any], sections: list[str], form: str, version: int, otherwise: str) -> None:
     """Raise Malformed unless a document has these sections, this format and this version."""
-    if list(document) != sections or document["format"] != form:
-        raise Malformed(otherwise)
+    Malformed.unless(list(document) == sections and document["format"] == form, otherwise)
     if document["version"] != version:
         raise Malformed(f"it has version {str(document['version'])[:20]}, and this fxquant reads version {version}")
 
@@ -223,11 +222,9 @@ def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> No
         raise Malformed("it does not say how its inputs are given")
     if not are_calls(model.meta.get(CALLS, ()), model.graph if model.meta.get("stage") == Stage.PREPARED.name else None):
         raise Malformed("it does not say what calls of modules read and return")
-    if not is_form(model.meta):
-        raise Malformed("it does not say what it returns")
+    Malformed.unless(is_form(model.meta), "it does not say what it returns")
     stage = Stage[model.meta["stage"]] if "stage" in model.meta else Stage.TRACED
-    if stage is Stage.INTEGER and "target" not in model.meta:
-        raise Malformed("an integer model has no target")
+    Malformed.unless(stage is not Stage.INTEGER or "target" in model.meta, "an integer model has no target")
     contradictions = [(violation.node, violation.because) for violation in violations(model, stage)] or list(_contradictions(model, stage))
     if contradictions:
         raise Malformed(f"%{contradictions[0][0].name}: {contradictions[0][1]}")
@@ -279,8 +276,7 @@ def _model_meta(content: dict[str, Any]) -> dict[str, Any]:
     if meta.get("stage", "TRACED") not in {stage.name for stage in Stage if stage is not Stage.FUSED}:
         raise Malformed("it is at no stage that fxquant has")
     lists = [value for value in meta.values() if isinstance(value, list)]
-    if not all(type(item) is str for items in lists for item in items):
-        raise Malformed("a list of notes holds values other than sentences")
+    Malformed.unless(all(type(item) is str for items in lists for item in items), "a list of notes holds values other than sentences")
     return meta
 
 
@@ -294,15 +290,13 @@ def _graph(entries: list[Any]) -> fx.Graph:
         args = tuple(decode(argument, nodes) for argument in expect(entry["args"], list))
         kwargs = {key: decode(argument, nodes) for key, argument in expect(entry["kwargs"], dict).items()}
         node = graph.create_node(op, _resolved(op, expect(entry["target"], str)), args, kwargs, name=name)
-        if node.name != name:
-            raise Malformed(f"the name {name[:80]!r} cannot be the name of a node, or is used twice")
+        Malformed.unless(node.name == name, f"the name {name[:80]!r} cannot be the name of a node, or is used twice")
         nodes[name] = node
         node.meta.update(_node_meta(expect(entry["meta"], dict)))
     last = list(graph.nodes)[-1:]
     if graph.find_nodes(op="output") != last or len(last[0].args) != 1 or last[0].kwargs:
         raise Malformed("a graph ends in its one output")
-    if any(node.args or node.kwargs for node in graph.find_nodes(op="get_attr")):
-        raise Malformed("a constant takes no arguments")
+    Malformed.unless(not any(node.args or node.kwargs for node in graph.find_nodes(op="get_attr")), "a constant takes no arguments")
     for node in graph.nodes:
         _check_operation(node, nodes)
     return graph
@@ -335,16 +329,14 @@ def _resolved(op: str, target: str) -> Any:
 def _node_meta(content: dict[str, Any]) -> dict[str, Any]:
     meta = {}
     for name, value in content.items():
-        if name not in _META:
-            raise Malformed(f"a node has no field named {name[:80]!r}")
+        Malformed.unless(name in _META, f"a node has no field named {name[:80]!r}")
         kinds = _META[name]
         meta[name] = decode(value) if kinds is None else expect(decode(value), *kinds)
     for entry in meta.get("qconfig", ()):
         if not (type(entry) is tuple and len(entry) == 2 and type(entry[0]) is str and isinstance(entry[1], QConfig | None)):
             raise Malformed("qconfig holds values other than paths with a QConfig each")
     for name in ("spelling", "fused", "ties"):
-        if not all(type(item) is str for item in meta.get(name, ())):
-            raise Malformed(f"{name} holds values other than names")
+        Malformed.unless(all(type(item) is str for item in meta.get(name, ())), f"{name} holds values other than names")
     if not all(type(item) in (str, int, float, bool, NoneType) for item in meta.get("notes", {}).values()):
         raise Malformed("notes hold values other than numbers and sentences")
     if not all(map(SIZE.fullmatch, meta.get("notes", {}).get(SIZES, "").split())):
@@ -374,14 +366,12 @@ def read_observations(document: Mapping[str, Any], tensors: Mapping[str, Tensor]
     _check_head(document, ["format", "version", "observed"], OBSERVATIONS, 1, "it holds no observations that fxquant saved")
     remaining = dict(tensors)
     observed = [_observed(expect(entry, dict), index, remaining) for index, entry in enumerate(expect(document["observed"], list))]
-    if remaining:
-        raise Malformed("it holds tensors that belong to no observation")
+    Malformed.unless(not remaining, "it holds tensors that belong to no observation")
     return Observations(observed)
 
 
 def _observed(entry: dict[str, Any], index: int, tensors: dict[str, Tensor]) -> Observed:
-    if list(entry) != ["places", "gathered"]:
-        raise Malformed("an observation does not have the fields of one")
+    Malformed.unless(list(entry) == ["places", "gathered"], "an observation does not have the fields of one")
     gathered: dict[Gathering, dict[str, Tensor]] = {}
     for number, part in enumerate(expect(entry["gathered"], list)):
         observer = _observer(part)
@@ -389,8 +379,7 @@ def _observed(entry: dict[str, Any], index: int, tensors: dict[str, Tensor]) -> 
         assert way is not None
         gathered[way] = {name: _buffer(f"{index}.{number}.{name}", like, tensors) for name, like in observer.named_buffers()}
     observed = Observed(tuple(_place(expect(place, list)) for place in expect(entry["places"], list)), gathered)
-    if not observed.places or not observed.count > 0:
-        raise Malformed("an observation is of nothing")
+    Malformed.unless(observed.places and observed.count > 0, "an observation is of nothing")
     return observed
 
 
@@ -403,8 +392,7 @@ def _observer(part: Any) -> Observer:
         raise Malformed(f"no {kind} gathers with these settings")
     with torch.device("meta"):
         created: Observer = observer(**chosen)
-    if gathering(created) != (kind, tuple(chosen.items())):
-        raise Malformed(f"no {kind} gathers with these settings")
+    Malformed.unless(gathering(created) == (kind, tuple(chosen.items())), f"no {kind} gathers with these settings")
     return created
 
 
@@ -419,9 +407,7 @@ def _place(parts: list[Any]) -> Place:
     name, fused, shape, within, exponents = (decode(part) for part in parts)
     low, high = (expect(bound, float) for bound in expect(within, tuple))
     names = tuple(expect(other, str) for other in expect(fused, tuple))
-    if not low <= high:
-        raise Malformed("the observed values are not an observation")
+    Malformed.unless(low <= high, "the observed values are not an observation")
     powers = tuple(expect(power, int) for power in expect(exponents, tuple))
-    if any(abs(power) > LARGEST_EXPONENT for power in powers):
-        raise Malformed("the observed factors of channels are not factors")
+    Malformed.unless(not any(abs(power) > LARGEST_EXPONENT for power in powers), "the observed factors of channels are not factors")
     return Place(expect(name, str), names, expect(shape, str), (low, high), powers)

@@ -29,6 +29,7 @@ from fxquant.quantization.observers import Observer
 from fxquant.quantization.observers.ranges import settings
 from fxquant.quantization.spec import ActivationConfig, Call, Chosen, QConfig, QConfigMapping, WeightConfig, as_mapping
 from fxquant.serialization.names import ARGUMENTS, OBSERVERS, ROUNDINGS, function_name, function_named
+from fxquant.serialization.values import Malformed
 from fxquant.support.arguments import PATH, checked, instance
 from fxquant.support.files import write_file
 
@@ -159,8 +160,7 @@ def _type_name(kind: Any) -> str:
 
 
 def _section(document: Any, section: str) -> dict[Any, Chosen]:
-    if not isinstance(document, dict):
-        raise ValueError(f"its {section} are not an object of rules")
+    Malformed.unless(isinstance(document, dict), f"its {section} are not an object of rules")
     if section == "patterns":
         for pattern in document:
             try:
@@ -189,16 +189,14 @@ def _type(name: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, nn.Module):
         return kind
     function: Callable[..., Any] | None = function_named(name)
-    if function is None:
-        raise ValueError(f"{name!r} is not a class of torch.nn, a function that fxquant knows, or 'method:…'")
+    Malformed.unless(function is not None, f"{name!r} is not a class of torch.nn, a function that fxquant knows, or 'method:…'")
     return function
 
 
 def _read(document: Any, rule: str) -> Chosen:
     if document is None:
         return None
-    if not isinstance(document, dict):
-        raise ValueError(f"{rule}: its value is neither an object nor null")
+    Malformed.unless(isinstance(document, dict), f"{rule}: its value is neither an object nor null")
     parts: dict[str, Any] = {}
     for name, part in document.items():
         if name == "dynamic" and isinstance(part, bool):
@@ -212,12 +210,10 @@ def _read(document: Any, rule: str) -> Chosen:
 
 def _read_part(kind: type, document: Any, where: str) -> Any:
     names = [field.name for field in fields(kind) if field.default is not MISSING or field.default_factory is not MISSING]
-    if not isinstance(document, dict):
-        raise ValueError(f"{where}: it is not an object")
+    Malformed.unless(isinstance(document, dict), f"{where}: it is not an object")
     values = {}
     for name, value in document.items():
-        if name not in names:
-            raise ValueError(f"{where}: {name!r} is unknown; it has {', '.join(names)}")
+        Malformed.unless(name in names, f"{where}: {name!r} is unknown; it has {', '.join(names)}")
         if name in ("observer", "rounding"):
             value = _made(value, name, where)
         values[name] = value

@@ -212,8 +212,7 @@ class TreeReader:
     """Constructs the modules of a file. Raises Malformed, or errors of the constructors."""
 
     def __init__(self, roles: Any, tensors: Mapping[str, Tensor], arithmetic: Arithmetic | None) -> None:
-        if set(expect(roles, dict)) != set(tensors):
-            raise Malformed("the tensors in the file are not those its graph names")
+        Malformed.unless(set(expect(roles, dict)) == set(tensors), "the tensors in the file are not those its graph names")
         self.arithmetic = arithmetic
         self._tensors = {name: _restored(tensors[name], role) for name, role in roles.items()}
         self._modules: list[nn.Module] = []
@@ -280,8 +279,7 @@ class TreeReader:
 
     def _quantizer(self, arguments: dict[str, Any]) -> Quantizer:
         plain = _fields(arguments.__getitem__, QUANTIZER_FIELDS)
-        if plain["mode"] not in MODES:
-            raise Malformed("a Quantizer has an unknown training mode")
+        Malformed.unless(plain["mode"] in MODES, "a Quantizer has an unknown training mode")
         observer = self._module(arguments["observer"], Observer | None)
         self._module(arguments["range"], NoneType if observer is None else MinMaxObserver)
         quantizer = Quantizer(look_up(ACTIVATION_TYPES, arguments["dtype"], "dtype"), observer, training=plain["mode"])
@@ -324,8 +322,7 @@ class TreeReader:
             raise Malformed("a QuantizedOperator has no operator, no target or no output")
         inputs = {name: self._inputs(value) for name, value in expect(arguments["inputs"], dict).items()}
         low, high = (expect(decode(bound), float) for bound in expect(arguments["observed"], list))
-        if not low <= high:
-            raise Malformed("the interval of observed values is empty")
+        Malformed.unless(low <= high, "the interval of observed values is empty")
         intermediate, observed = self._module(arguments["intermediate"], Quantizer | None), (low, high)
         quantizers = Quantizers(inputs, output, plain["owns_output"], intermediate, weight_quantizer, factors, observed)
         name, path, live = (plain[key] for key in ("name", "path", "live_batch_norm"))

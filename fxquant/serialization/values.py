@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from fxquant.errors import ExportError, Located
+from fxquant.errors import ExportError, Located, Unless
 from fxquant.ir.graph import Annotation, BatchDim, Part, TensorFact
 from fxquant.ir.integer import Constant, Operation, QParams, Reference
 from fxquant.numerics.rounding import Rounding
@@ -58,7 +58,7 @@ _USUAL: Mapping[type, Mapping[str, Any]] = {QConfig: {"dynamic": False}, Own: {"
 _RECORDS_BY_NAME = {kind.__name__: kind for kind in RECORDS}
 
 
-class Malformed(ValueError):
+class Malformed(Unless, ValueError):
     """Raised for a file that is not a valid model file."""
 
 
@@ -149,20 +149,17 @@ def _known_name(kind: Any, table: Mapping[str, Any], what: str, remedy: str) -> 
 
 def decode(value: Any, nodes: Mapping[str, fx.Node] | None = None, depth: int = 0) -> Any:
     """Decode a value of `encode`; `nodes` are the nodes that it may refer to, by name. Raises Malformed for other values."""
-    if depth > DEPTH:
-        raise Malformed(f"values are nested more than {DEPTH} deep")
+    Malformed.unless(depth <= DEPTH, f"values are nested more than {DEPTH} deep")
     if isinstance(value, list):
         return [decode(item, nodes, depth + 1) for item in value]
     if isinstance(value, dict):
         return _decode_tagged(value, nodes or {}, depth + 1)
-    if type(value) is int and abs(value) >= INTEGER_LIMIT:
-        raise Malformed("a number is too large")
+    Malformed.unless(type(value) is not int or abs(value) < INTEGER_LIMIT, "a number is too large")
     return expect(value, NoneType, bool, int, float, str)
 
 
 def _decode_tagged(value: dict[str, Any], nodes: Mapping[str, fx.Node], depth: int) -> Any:
-    if len(value) != 1:
-        raise Malformed(f"an object has {len(value)} keys where it has one, its kind")
+    Malformed.unless(len(value) == 1, f"an object has {len(value)} keys where it has one, its kind")
     ((kind, content),) = value.items()
     if kind in _RECORDS_BY_NAME:
         record = _RECORDS_BY_NAME[kind]
@@ -174,8 +171,7 @@ def _decode_tagged(value: dict[str, Any], nodes: Mapping[str, fx.Node], depth: i
         return _GROUPS[kind]([decode(item, nodes, depth) for item in expect(content, list)])
     if kind == "node":
         return look_up(nodes, content, "node that precedes its use")
-    if kind not in _SIMPLE:
-        raise Malformed(f"no kind of value is named {kind[:80]!r}")
+    Malformed.unless(kind in _SIMPLE, f"no kind of value is named {kind[:80]!r}")
     return _SIMPLE[kind](content)
 
 
@@ -194,8 +190,7 @@ def _decode_observer(content: Any) -> Any:
     name, arguments = _exactly(expect(content, list), 2)
     kind = look_up(OBSERVERS, name, "observer")
     chosen = {key: expect(item, int, float, bool) for key, item in expect(arguments, dict).items()}
-    if not set(chosen) <= set(ARGUMENTS[kind]):
-        raise Malformed(f"{name} does not take {', '.join(chosen)}")
+    Malformed.unless(set(chosen) <= set(ARGUMENTS[kind]), f"{name} does not take {', '.join(chosen)}")
     return functools.partial(kind, **chosen) if chosen else kind
 
 
@@ -229,12 +224,10 @@ _SIMPLE: Mapping[str, Callable[[Any], Any]] = {
 
 def look_up(table: Mapping[str, Any], name: Any, what: str) -> Any:
     """Return the entry of a table. Raises Malformed if there is none."""
-    if expect(name, str) not in table:
-        raise Malformed(f"no {what} is named {name[:80]!r}")
+    Malformed.unless(expect(name, str) in table, f"no {what} is named {name[:80]!r}")
     return table[name]
 
 
 def _exactly(items: list[Any], count: int) -> list[Any]:
-    if len(items) != count:
-        raise Malformed(f"a list has {len(items)} items where it has {count}")
+    Malformed.unless(len(items) == count, f"a list has {len(items)} items where it has {count}")
     return items

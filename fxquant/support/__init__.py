@@ -3,8 +3,8 @@
 import logging
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -53,6 +53,20 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
+
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+def reached(start: Iterable[Item], following: Callable[[Item], Iterable[Item]]) -> Iterator[Item]:
+    """Yield the items of `start`, and all that follow from them, directly or through others: each once, the nearest first."""
+    visited = dict.fromkeys(start)
+    waiting = deque(visited)
+    while waiting:
+        yield (item := waiting.popleft())
+        new = dict.fromkeys(each for each in following(item) if each not in visited)
+        visited.update(new)
+        waiting.extend(new)
 
 
 # ---- Registries of implementations that backends offer in place of PyTorch's, and of forms by key --------------------

@@ -5,8 +5,6 @@ A parameter whose default is a dataclass takes one of that class.
 Models, examples and batches are checked where they are used.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect
@@ -34,7 +32,7 @@ class Kind:
     right: str  # a description of the allowed values, for errors
     take: Callable[[Any], Any]  # converts a value for the function; raises TypeError or ValueError for a value that is not allowed
 
-    def or_none(self, meaning: str) -> Kind:
+    def or_none(self, meaning: str) -> "Kind":
         """Return this kind with None allowed too; `meaning` says what None stands for."""
         return Kind(f"{self.right}, or None: {meaning}", lambda value: None if value is None else self.take(value))
 
@@ -253,9 +251,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _passes(value: Any) -> dict[str, list[Any]]:
-    if not isinstance(value, Mapping):
-        raise TypeError
-    by_name = {TEXT.take(name): [own] if callable(own) else list(own) for name, own in value.items()}
+    by_name = {TEXT.take(name): [own] if callable(own) else list(own) for name, own in instance("", Mapping).take(value).items()}
     if not all(callable(one) for own in by_name.values() for one in own):
         raise TypeError
     return by_name

@@ -195,12 +195,7 @@ def read(qconfig: Any, *, activation_alone: bool = False) -> Chosen:
 PRESET = {
     "hardsigmoid", "sigmoid", "softmax", "tanh", "layernorm", "prelu", "convtranspose1d", "convtranspose2d", "convtranspose3d", "reshape",
 }  # fmt: skip
-ATTRIBUTES = {
-    "object_type": "object_type_qconfigs",
-    "module_name_regex": "module_name_regex_qconfigs",
-    "module_name": "module_name_qconfigs",
-    "module_name_object_type_order": "module_name_object_type_order_qconfigs",
-}
+ATTRIBUTES = {key: f"{key}_qconfigs" for key in ("object_type", "module_name_regex", "module_name", "module_name_object_type_order")}
 
 
 def mapping_of(mapping: Any, traced: fx.GraphModule) -> QConfigMapping:

@@ -35,6 +35,7 @@ from fxquant.ops.elementwise.whole import WHOLE
 from fxquant.ops.movement.shape import MANY_SIZES, identity, many_sizes, numbers, permute, rank_of, reshape
 from fxquant.ops.pooling.totals import sum
 from fxquant.ops.reduction.moments import over_dimensions, refuses_reduction
+from fxquant.support import reached
 
 HIDDEN = -64.0  # elements this far below the largest of their row have no weight: exp(-64) < 2^-92
 ABSORBING = -1e7  # scores are lost next to it in float32, so that all of a row that is hidden is equal
@@ -216,9 +217,7 @@ class Hiding:
 
     def _moved(self, node: fx.Node, visible: fx.Node | None) -> fx.Node | None:
         """Move booleans as the node moves numbers."""
-        record = operator_of(node)
-        assert record is not None
-        if visible is None or record.function in (identity, in_dtype):
+        if visible is None or node.target in (identity, in_dtype):
             return visible
         return self._build.host(node.target, visible, *node.args[1:])  # type: ignore[arg-type]
 
@@ -392,15 +391,8 @@ def may_hide(mask: fx.Node) -> bool:
 
 def is_scores(mask: fx.Node) -> bool:
     """Return whether an added mask depends on a layer with weights, so that it is a bias and hides nothing."""
-    visited, open_ = {mask}, [mask]
-    while open_:
-        node = open_.pop()
-        if has_weights(node):
-            return True
-        new = [operand for operand in node.all_input_nodes if operand not in visited and isinstance(fact(operand), TensorFact)]
-        visited.update(new)
-        open_ += new
-    return False
+    before = reached([mask], lambda node: (each for each in node.all_input_nodes if isinstance(fact(each), TensorFact)))
+    return any(map(has_weights, before))
 
 
 def terms_of(mask: fx.Node) -> list[fx.Node]:

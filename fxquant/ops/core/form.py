@@ -153,12 +153,13 @@ class Call:
         """Return the operand's elements as the integer graph selects them; the operand itself where it does not."""
         value = self.input
         for node in self.primitives:
-            if node.target is shape.select:
-                graph, indices = node.graph.owning_module, node.args[2]
-                assert graph is not None
-                assert isinstance(indices, fx.Node)
-                value = self.do("Gather", value, self.e.constant(resolve(graph, str(indices.target))), axis=node.args[1])
+            value = self.gathered(node, value) if node.target is shape.select else value
         return value
+
+    def gathered(self, node: fx.Node, value: str) -> str:
+        """Write the elements of a value that a selection of the integer graph takes."""
+        indices: Any = node.args[2]
+        return self.do("Gather", value, self.e.constant(resolve(indices.graph.owning_module, indices.target)), axis=node.args[1])
 
     def with_bias(self, sum_of: Callable[..., str], trailing: int) -> str:
         """Write `sum_of` with the bias as an input, if there is one; add a large bias after it: `trailing` dimensions follow its channels.

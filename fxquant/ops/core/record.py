@@ -5,8 +5,6 @@ integer primitives or how it expands into calls of other records. Its shape func
 without data. A function has many call forms: torch.softmax, F.softmax, x.softmax() and nn.Softmax; torch.add, +, += and x.add().
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -64,7 +62,7 @@ class Fixed:
     scale: float
     dtype: str
     zero_point: int | None = None  # of an affine dtype; None: the zero point whose range is that of a symmetric dtype
-    otherwise: Fixed | Own | None = None  # the demand on a target without activations of the dtype; None: it refuses the operator
+    otherwise: "Fixed | Own | None" = None  # the demand on a target without activations of the dtype; None: it refuses the operator
 
 
 @dataclass(frozen=True)

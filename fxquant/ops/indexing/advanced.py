@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir import functional
-from fxquant.ir.graph import Size, TensorFact, fact, is_parameter, resolve, shape_of
+from fxquant.ir.graph import Size, TensorFact, fact, is_parameter, shape_of
 from fxquant.ops.core import Builder, Call, Lowering, Quantized, Trait, are_fixed, composite, known_size, lowered, places, selected
 from fxquant.ops.core.declare import Branch, dtype_of, fixed_sizes, function_and_method, is_finite, on_the_output, real, spelled
 from fxquant.ops.core.places import is_list
@@ -304,10 +304,7 @@ def _onnx_setitem(c: Call) -> str:
         if node.target is shape.reshape:
             value = c.do("Reshape", value, c.integers(node.args[1]))  # type: ignore[arg-type]
         elif node.target is shape.select:
-            graph, source = node.graph.owning_module, node.args[2]
-            assert graph is not None
-            assert isinstance(source, fx.Node)
-            value = c.do("Gather", value, c.e.constant(resolve(graph, str(source.target))), axis=node.args[1])
+            value = c.gathered(node, value)
     # Both on the result's scale: onnxruntime cannot move QuantizeLinear of opset 21 by itself.
     return c.do("Where", c.e.constant(c.real("mask")), c.rounded(value), c.rounded(c.operand("input")))
 

@@ -388,11 +388,15 @@ class HistogramObserver(Observer, names="histogram"):
         self.count.copy_(torch.stack([state["count"] for state in states]).sum())
 
 
-class LpObserver(HistogramObserver, names="lp"):
-    """Covers the range with the smallest mean |error|^p of the observed values. The larger p, the more clipping errors count."""
+class MSEObserver(HistogramObserver, names="mse"):
+    """Covers the range with the smallest mean squared error of the observed values."""
 
     ahead = 1.0
     each = False
+
+
+class LpObserver(MSEObserver, names="lp"):
+    """Covers the range with the smallest mean |error|^p of the observed values. The larger p, the more clipping errors count."""
 
     @checked()
     def __init__(self, p: float = 3.0, bins: int = 2048, sample: int = 2**18) -> None:
@@ -401,13 +405,6 @@ class LpObserver(HistogramObserver, names="lp"):
 
     def loss(self, error: Tensor) -> Tensor:
         return error.pow(self.p)
-
-
-class MSEObserver(HistogramObserver, names="mse"):
-    """Covers the range with the smallest mean squared error of the observed values."""
-
-    ahead = 1.0
-    each = False
 
 
 def _fractions(ahead: float, device: torch.device) -> Tensor:

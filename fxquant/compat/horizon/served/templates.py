@@ -54,10 +54,6 @@ class Place(NamedTuple):
     def is_batch_norm(self) -> bool:
         return self.kind is F.batch_norm or (isinstance(self.kind, type) and issubclass(self.kind, nn.modules.batchnorm._BatchNorm))
 
-    @property
-    def is_product(self) -> bool:
-        return self.kind in MATRICES
-
     def below(self, name: str) -> bool:
         """Return whether a name covers it: its node's, its module's, or an enclosing module's; "" covers all."""
         return name in ("", self.name, self.path) or self.path.startswith(name + ".")
@@ -80,7 +76,7 @@ class Asked:
         if self.input is FLOAT:
             return None
         if self.output is FLOAT:
-            sums = self.input is not None and (place.is_layer or place.is_product)
+            sums = self.input is not None and (place.is_layer or place.kind in MATRICES)
             return fxq.QConfig(fxq.ActivationConfig("int32"), self.weight, self.input) if sums else None
         return fxq.QConfig(self.output, self.weight, self.input)
 
@@ -171,7 +167,7 @@ class MatmulDtypeTemplate(Template):
     prefix: str | None = None
 
     def apply(self, place: Place, asked: Asked) -> Asked:
-        if not place.is_product or not place.below(self.prefix or ""):
+        if place.kind not in MATRICES or not place.below(self.prefix or ""):
             return asked
         dtypes = self.input_dtypes
         several = dtypes if isinstance(dtypes, Sequence) and not isinstance(dtypes, str) else [dtypes]
@@ -238,7 +234,7 @@ class HighPrecisionOutputTemplate(Automatic):
     """Layers that the model returns have 32-bit outputs. Rules for others that say int8 leave the dtype to `fxquant.prepare`."""
 
     def apply(self, place: Place, asked: Asked) -> Asked:
-        return asked._with("output", fxq.ActivationConfig("int32")) if place.is_last else asked
+        return replace(asked, output=fxq.ActivationConfig("int32")) if place.is_last else asked
 
 
 @dataclass(frozen=True)
