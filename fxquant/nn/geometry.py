@@ -102,13 +102,9 @@ class MultiScaleRoIAlign(nn.Module):
     """
 
     def __init__(
-        self,
-        output_size: Any,
-        spatial_scales: Sequence[float],
-        sampling_ratio: int = 2,
-        canonical_scale: float = 224,
+        self, output_size: Any, spatial_scales: Sequence[float], sampling_ratio: int = 2, canonical_scale: float = 224,
         canonical_level: int = 4,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.levels = nn.ModuleList(RoIAlign(output_size, scale, sampling_ratio) for scale in spatial_scales)
         steps = [-math.log2(scale) - canonical_level for scale in spatial_scales[1:]]

@@ -469,16 +469,9 @@ def _onnx_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *att
 
 @primitive(_onnx_wide, bounds=_bounds, surrogate=_kernel, kind="accumulator", chip_bits=8, role=Role.TRANSPOSED)
 def transposed_convolution_wide(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sizes,
-    padding: Sizes,
-    output_padding: Sizes,
-    dilation: Sizes,
-    groups: int,
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes, output_padding: Sizes, dilation: Sizes, groups: int,
     cut: Sizes,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute `transposed_convolution` where the sum can reach 2^24, from parts of the operand and the weight, as `convolution_wide`."""
     window = stride, padding, output_padding, dilation, groups
     total = sum_parts(input, weight, bias, Split(*cut), lambda part, factor: _kernel(part, factor, None, *window))

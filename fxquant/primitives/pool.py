@@ -159,16 +159,9 @@ def _bounds_pool_indices(input: Value, sizes: list[int], wide: bool, places: Val
 
 @primitive(_onnx_pool_indices, bounds=_bounds_pool_indices, kind="plain")
 def pool_indices(
-    input: Tensor,
-    kernel: list[int],
-    stride: list[int],
-    begin: list[int],
-    end: list[int],
-    dilation: list[int],
-    sizes: list[int],
-    wide: bool,
-    places: Tensor | None = None,
-) -> Tensor:
+    input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int], sizes: list[int],
+    wide: bool, places: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return the flat index, int64, of each window's largest element in a plane of `sizes`; the first of equal elements.
 
     `places`, if it is not None, maps each index to the number that is returned in its place.

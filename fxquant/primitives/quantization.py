@@ -405,16 +405,9 @@ def _steps_requantize_real(w: Writer, input: int, multiplier: Tensor, low: int, 
 
 @primitive(_onnx_requantize_fixed, bounds=requantized_range, role=Role.REQUANTIZATION, steps=_steps_requantize_fixed)
 def requantize_fixed(
-    accumulator: Tensor,
-    shift: Tensor,
-    multiplier: Tensor,
-    right_shift: Tensor,
-    intermediate_bits: int,
-    rounding: str,
-    low: int,
-    high: int,
+    accumulator: Tensor, shift: Tensor, multiplier: Tensor, right_shift: Tensor, intermediate_bits: int, rounding: str, low: int, high: int,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute clip(round( sat(⌊acc / 2^shift⌋) · multiplier / 2^right_shift ), low, high).
 
     `sat` saturates to `intermediate_bits` signed bits. The last rounding is "half_up" (⌊v + ½⌋), "floor", one of HALF_STEPS, or one of

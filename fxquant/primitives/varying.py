@@ -219,15 +219,9 @@ def _fixed_linear(lengths: Sequence[int], sizes: list[Any], factors: list[Any], 
 
 @primitive(_onnx_linear, bounds=_bounds_linear, chip_bits=8, zero_point=ZeroPoint.EQUIVARIANT, fixed=_fixed_linear)
 def resize_linear_to(
-    input: Tensor,
-    sizes: list[int | None],
-    factors: list[float | None],
-    align_corners: bool,
-    bits: int,
-    places: int,
-    floors: bool,
+    input: Tensor, sizes: list[int | None], factors: list[float | None], align_corners: bool, bits: int, places: int, floors: bool,
     wide: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute `resize_linear` of the last one or two dimensions to these sizes, with weights in units of 2^-bits."""
     axes = zip(input.shape[-len(sizes) :], _sizes(input.shape[-len(sizes) :], sizes, factors), map(_step, factors), strict=True)
     *rows, columns = [_matrix(*axis, align_corners, bits, places, input.device) for axis in axes]

@@ -223,14 +223,9 @@ def memory(model: fx.GraphModule) -> Rows[Memory]:
 
 @checked(spread=NUMBER)
 def value_ranges(
-    model: Any,
-    batches: Any,
-    *,
-    spread: float = WIDE,
-    num_batches: int | None = None,
-    options: Options = DEFAULTS,
+    model: Any, batches: Any, *, spread: float = WIDE, num_batches: int | None = None, options: Options = DEFAULTS,
     show_progress: bool | None = None,
-) -> Rows[Values]:
+) -> Rows[Values]:  # fmt: skip
     """Return ranges of every tensor of a model over all batches, with notes on tensors that are not finite or too wide for 16 bits.
 
     A tensor has a note if its largest magnitude is at least `spread` times the mean one. A KeyboardInterrupt is raised as `Interrupted`,

@@ -293,17 +293,9 @@ STATES = Kind("two states, or None for each, of the first model and of the secon
 
 @checked(advice=FLAG, states=STATES, prepared=PREPARED)
 def compare(
-    a: Any,
-    b: Any,
-    batches: Any,
-    *,
-    states: tuple[State | str | None, State | str | None] = (None, None),
-    advice: bool = True,
-    prepared: fx.GraphModule | None = None,
-    num_batches: int | None = None,
-    options: Options = DEFAULTS,
-    show_progress: bool | None = None,
-) -> Comparison:
+    a: Any, b: Any, batches: Any, *, states: tuple[State | str | None, State | str | None] = (None, None), advice: bool = True,
+    prepared: fx.GraphModule | None = None, num_batches: int | None = None, options: Options = DEFAULTS, show_progress: bool | None = None,
+) -> Comparison:  # fmt: skip
     """Compute the error of every tensor of `b` against that of `a`, the reference, and give advice.
 
     Both are any form of one model: a float model or its traced graph, a prepared model, an integer model, or the path of an ONNX file,

@@ -268,13 +268,9 @@ def walk(
 
 
 def compare(
-    a: GraphForm,
-    others: Sequence[Form],
-    batches: Iterable[list[Tensor]],
-    integer: fx.GraphModule | None,
-    report: Report,
+    a: GraphForm, others: Sequence[Form], batches: Iterable[list[Tensor]], integer: fx.GraphModule | None, report: Report,
     whole: OnnxForm | None = None,
-) -> Iterator[None]:
+) -> Iterator[None]:  # fmt: skip
     """Compare the bits of a form with others' on batches, adding to the report; stops looking deeper once a difference is located.
 
     The outputs that float operators compute must be equal where PyTorch computes both; those of a file are measured. `whole` is the file
@@ -438,14 +434,9 @@ def _complete(steps: Iterator[None], report: Report, batches: int | None, forms:
 
 @checked()
 def record(
-    model: Any,
-    batches: Batches,
-    kinds: str | Sequence[str] = ("quantized",),
-    *,
-    real: bool = False,
-    state: State | str | None = None,
+    model: Any, batches: Batches, kinds: str | Sequence[str] = ("quantized",), *, real: bool = False, state: State | str | None = None,
     runtime: str | None = None,
-) -> Iterator[dict[str, Tensor]]:
+) -> Iterator[dict[str, Tensor]]:  # fmt: skip
     """Yield the values of chosen tensors, a dict by name for each batch; a batch is taken, and run, when its values are asked for.
 
     `model` is a graph at any stage (a float model as `trace` returns it) or the path of a saved one, or of an ONNX file. `kinds`

@@ -209,19 +209,10 @@ def _prepared_weight(model: fx.GraphModule, node: fx.Node, module: QuantizedOper
 )
 @working("writing the report")
 def report(
-    model: fx.GraphModule,
-    path: str | os.PathLike[str],
-    batches: Any = None,
-    *,
-    reference: Any = None,
-    prepared: fx.GraphModule | None = None,
-    comparison: Comparison | None = None,
-    title: str = "fxquant report",
-    advice: bool = True,
-    num_batches: int | None = None,
-    options: Options = DEFAULTS,
-    show_progress: bool | None = None,
-) -> Path:
+    model: fx.GraphModule, path: str | os.PathLike[str], batches: Any = None, *, reference: Any = None,
+    prepared: fx.GraphModule | None = None, comparison: Comparison | None = None, title: str = "fxquant report", advice: bool = True,
+    num_batches: int | None = None, options: Options = DEFAULTS, show_progress: bool | None = None,
+) -> Path:  # fmt: skip
     """Write a report on a model as one HTML file, which opens without network; return its path.
 
     It has a summary, the comparison of the forms, advice, the graph with zoom and search, coloured by error, dtype or device,

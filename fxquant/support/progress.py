@@ -14,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 Item = TypeVar("Item")
 MOMENT = 1.0  # seconds before a bar appears that was not asked for
-BETWEEN_LINES = 10.0  # seconds, where standard error is no terminal
+BETWEEN_LINES = 10.0  # seconds, where standard error is not a terminal
 _displays: list[Progress] = []  # the one in use: what begins inside another's work is a line below it
 
 
 def progress(items: Iterable[Item], total: int | None, description: str, show: bool | None = None) -> Iterator[Item]:
-    """Yield the items, with a progress bar on standard error while they pass (None: after a moment, or lines if it is no terminal)."""
+    """Yield the items, with a progress bar on standard error while they pass (None: after a moment, or lines if it is not a terminal)."""
     with _task(description, total, show) as display:
         if display is None:
             begun = told = time.monotonic()

@@ -1,4 +1,4 @@
-"""Progress where standard error is no terminal: lines from time to time, none where they are turned off."""
+"""Progress where standard error is not a terminal: lines from time to time, none where they are turned off."""
 
 import pytest
 

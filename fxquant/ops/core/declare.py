@@ -42,20 +42,11 @@ def lowered(*forms: Any, **declared: Any) -> Callable[[Function], Callable[..., 
 
 
 def declare(
-    meaning: Function,
-    *forms: Any,
-    name: str | None = None,
-    function: Function | None = None,
-    operands: Sequence[str] | None = None,
-    adapt: Adapt | None = None,
-    takes: str = "",
-    by_name: bool = True,
-    calls: Mapping[Any, Adapt | None] | None = None,
-    modules: Mapping[type, Function] | None = None,
-    refuses: Guard | Iterable[Guard] = (),
-    settings: Mapping[str, Any] | None = None,
+    meaning: Function, *forms: Any, name: str | None = None, function: Function | None = None, operands: Sequence[str] | None = None,
+    adapt: Adapt | None = None, takes: str = "", by_name: bool = True, calls: Mapping[Any, Adapt | None] | None = None,
+    modules: Mapping[type, Function] | None = None, refuses: Guard | Iterable[Guard] = (), settings: Mapping[str, Any] | None = None,
     **fields: Any,
-) -> Callable[..., Tensor]:
+) -> Callable[..., Tensor]:  # fmt: skip
     """Register an operator and return its float function.
 
     meaning   `expand` or `lower`: a function of a builder, or of a lowering, and of the canonical arguments

@@ -131,24 +131,13 @@ _FOR_POSITIVE: list[Callable[[float], float]] = []
 
 
 def unary(
-    name: str,
-    function: Callable[..., Tensor],
-    exact: Callable[..., float],
-    *forms: Any,
-    over: Interval | None = None,
-    tried: Mapping[str, Any] | None = None,
-    samples: tuple[Sample, ...] = (),
-    varies: Interval = EVERYTHING,
-    saturates: bool = False,
-    onnx: str | Callable[[Call], str] | None = None,
-    adapted: Mapping[Any, Adapt] | None = None,
-    module: tuple[type, Callable[[Any], dict[str, Any] | str]] | None = None,
-    lowered: Callable[..., Quantized] | None = None,
+    name: str, function: Callable[..., Tensor], exact: Callable[..., float], *forms: Any, over: Interval | None = None,
+    tried: Mapping[str, Any] | None = None, samples: tuple[Sample, ...] = (), varies: Interval = EVERYTHING, saturates: bool = False,
+    onnx: str | Callable[[Call], str] | None = None, adapted: Mapping[Any, Adapt] | None = None,
+    module: tuple[type, Callable[[Any], dict[str, Any] | str]] | None = None, lowered: Callable[..., Quantized] | None = None,
     demand: Own = Own(),  # noqa: B008 - it does not change
-    integers: OnIntegers | None = None,
-    traits: frozenset[Trait] = frozenset(),
-    **settings: Any,
-) -> Operator:
+    integers: OnIntegers | None = None, traits: frozenset[Trait] = frozenset(), **settings: Any,
+) -> Operator:  # fmt: skip
     """Declare a unary function.
 
     `function` computes it on tensors, `exact` on a Python float for the table's entries: NaN where the function is undefined.

@@ -486,14 +486,9 @@ def _refuses_bags(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 @sampled("F.embedding_bag(x[:, 0].argmax(2), {P(6, 5)}, mode='max')", "{nn.EmbeddingBag(6, 5)}(x[:, 1].argmax(2))", within=NORMED)
 @sampled("F.embedding_bag(x[:, 0].argmax(2), {P(6, 5)}, mode='sum', per_sample_weights=y[:, 0, 0])", within=NORMED)
 def embedding_bag(
-    build: Builder,
-    input: fx.Node,
-    offsets: None = None,
-    per_sample_weights: fx.Node | None = None,
-    weight: Any = None,
-    mode: str = "mean",
+    build: Builder, input: fx.Node, offsets: None = None, per_sample_weights: fx.Node | None = None, weight: Any = None, mode: str = "mean",
     sparse: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return the "sum", "mean" or "max" of the rows of `weight` that each bag names, [bags, features].
 
     The bags are the rows of `input`, int64 [bags, size]; `offsets`, for bags of different sizes, have no integer form. In a
