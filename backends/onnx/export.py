@@ -24,6 +24,7 @@ from fxquant.backends.onnx.writer import TYPES, Writer, has_kernels, pairs_fit, 
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import BATCH_SIZES, by_name, fact, resolve
 from fxquant.ir.integer import qparams
+from fxquant.ir.loops import bodies
 from fxquant.kernels.admission import DRAWN, MOST_DRAWS, evaluate, of_any_range, pairs_of_ends, whole_range
 from fxquant.kernels.kernel import Match
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT8
@@ -324,7 +325,8 @@ def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names, runtime: s
 
 
 def _exact(integer: fx.GraphModule, io: str, opset: int, names: Names, functions: bool = False) -> onnx.ModelProto:
-    writer = Writer(with_integer_loops(integer), io, opset, {} if functions else None)
+    readable = with_integer_loops(integer) if bodies(integer.graph) else integer
+    writer = Writer(readable, io, opset, {} if functions else None)
     model = writer.write(*names)
     if torch.float64 in writer.emitter.dtypes:
         logger.info(

@@ -311,7 +311,7 @@ def sizes_that_differ(examples: Sequence[Any]) -> Any:
     sizes: dict[tuple[int, int], int] = {}  # of each tensor and dimension: the largest size
     tensors, *every = ([leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)] for example in examples)
     for others in every:
-        if [other.dim() for other in others] != [tensor.dim() for tensor in tensors]:
+        if [other.dim() for other in others] != [tensor.dim() for tensor in tensors] or any(other.is_nested for other in others):
             return None  # the error of the batch says so
         for at, (tensor, other) in enumerate(zip(tensors, others, strict=True)):
             for dim, (size, another) in enumerate(zip(tensor.shape, other.shape, strict=True)):

@@ -57,7 +57,7 @@ def over_lengths(
     packed = pack_padded_sequence(input, order[:, 0, 0].cpu() + 1, batch_first=True, enforce_sorted=False)
     if hx is not None:
         first = [each.index_select(1, packed.sorted_indices) for each in (hx if isinstance(hx, tuple | list) else [hx])]
-    function: Any = getattr(torch, kind if kind in ("lstm", "gru") else f"rnn_{kind}")
+    function: Any = getattr(torch, f"rnn_{kind}", None) or getattr(torch, kind)
     state = first if kind == "lstm" else first[0]
     output, *last = function(packed.data, packed.batch_sizes, state, list(parameters), biases, num_layers, 0.0, False, bidirectional)
     padded, _ = pad_packed_sequence(packed._replace(data=output), batch_first=True, total_length=input.shape[1])
