@@ -52,6 +52,7 @@ def test_padding_is_not_read(target: str, model: nn.Module, tmp_path: Path) -> N
     result = fxq.quantize(model, batches * 4, target)
     fxq.set_state(result.prepared, fxq.State.VALIDATE)
     assert result.verify(result.export(tmp_path / "model.onnx", style="exact"), batches)
+    fxq.export.export_pt2(result.integer, tmp_path / "model.pt2")
     assert "SQNR" in str(result.verify(result.export(tmp_path / "qdq.onnx", style="qdq", opset=21), batches))
     for x, lengths in batches:
         outputs, wanted = result.integer(x, lengths), [each.detach() for each in model(x, lengths)]
@@ -62,10 +63,11 @@ def test_padding_is_not_read(target: str, model: nn.Module, tmp_path: Path) -> N
         assert all(map(torch.equal, outputs, result.integer(loud, lengths)))
 
 
-def test_the_number_of_steps_varies() -> None:
+def test_the_number_of_steps_varies(tmp_path: Path) -> None:
     model = network(nn.GRU, lambda x: x.shape[1], bidirectional=True, batch_first=True)
     batches = [batch(lengths) for lengths in ([6, 2, 5], [15, 20, 1, 4], [1, 1])]
     result = fxq.quantize(model, batches, "x86")
+    assert result.verify(result.export(tmp_path / "model.onnx", style="fast", opset=17), batches)
     for one in batches:
         assert all(float((got - of_float).abs().max()) < 0.05 for got, of_float in zip(result.integer(*one), model(*one), strict=True))
 
