@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import fxquant as fxq
 from fxquant.errors import TraceError
+from fxquant.ir import functional
 from tests.shared.networks import Network
 
 LENGTHS = [[6, 2, 5, 1], [6], [3, 6, 6, 4, 2, 1]]
@@ -67,6 +68,7 @@ def test_the_number_of_steps_varies(tmp_path: Path) -> None:
     model = network(nn.GRU, lambda x: x.shape[1], bidirectional=True, batch_first=True)
     batches = [batch(lengths) for lengths in ([6, 2, 5], [15, 20, 1, 4], [1, 1])]
     result = fxq.quantize(model, batches, "x86")
+    assert result.integer.graph.find_nodes(op="call_function", target=functional.over_lengths) == []  # all of it is integer
     assert result.verify(result.export(tmp_path / "model.onnx", style="fast", opset=17), batches)
     for one in batches:
         assert all(float((got - of_float).abs().max()) < 0.05 for got, of_float in zip(result.integer(*one), model(*one), strict=True))
