@@ -221,7 +221,7 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
             if not facts.trains_only(node):
                 changes += _lower_node(gm, node, writing, environment, results)
     # Parameters of the float model that were turned into constants are no longer read.
-    eliminate_dead(graph.nodes, lambda node: facts.is_parameter(node) or (node.target in PRIMITIVES and not node.is_impure()))
+    eliminate_dead(graph.nodes, lambda node: facts.is_parameter(node) or (node.target in (*PRIMITIVES, "size") and not node.is_impure()))
     for start, nodes in loops.bodies(graph).items():  # constants are there also where no further step runs
         for node in nodes:
             if node.op == "get_attr":

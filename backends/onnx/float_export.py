@@ -483,7 +483,7 @@ def agrees(model: onnx.ModelProto, part: fx.GraphModule, inputs: Sequence[Any], 
     try:
         with torch.no_grad():
             results = part(*samples)
-        expected = [value for value in (results if isinstance(results, tuple | list) else [results]) if isinstance(value, Tensor)]
+        expected = [torch.as_tensor(value) for value in (results if isinstance(results, tuple | list) else [results]) if value is not None]
         feeds = dict(zip([info.name for info in model.graph.input], (torch.as_tensor(value) for value in samples), strict=True))
         _, level, threads = RUNTIMES[0]
         actual = list(Runner(copy.deepcopy(model), level, threads)(feeds).values())

@@ -321,7 +321,7 @@ def sizes_that_differ(examples: Sequence[Any]) -> Any:
         return None
     shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
     for at, tensor in enumerate(tensors):
-        batch = {0: BATCH} if tensor.dim() and tensor.shape[0] == tensors[0].shape[0] else {}
+        batch = {0: BATCH} if tensor.dim() and all(each[at].shape[:1] == each[0].shape[:1] for each in (tensors, *every)) else {}
         rest = {dim: Dim.AUTO(max=max(most, _largest(tensor.shape[dim]))) for (place, dim), most in sizes.items() if place == at}
         shapes[tensor] = {**batch, **rest}
     return shapes

@@ -310,7 +310,7 @@ def _selected(input: Tensor, dim: int, index: Any) -> Any:
 
 @_stands_for(torch._pack_padded_sequence)
 def _packed(input: Tensor, lengths: Tensor, batch_first: bool) -> Any:
-    padded = input if batch_first else input.transpose(0, 1)
+    padded, lengths = input if batch_first else input.transpose(0, 1), lengths.clamp(min=1)  # PyTorch refuses 0, which exporters draw
     sizes = (lengths > _steps(padded).unsqueeze(1)).sum(1)
     active().lengths[getattr(sizes, "node", id(sizes))] = lengths
     return padded, sizes

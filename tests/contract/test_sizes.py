@@ -233,6 +233,9 @@ def test_sizes_that_differ_in_a_list_of_batches_vary(tmp_path: Path) -> None:
     assert widths(torch.randn(5, 3, 16, 600)).shape == (5, 4, 14, 598)  # up to the largest of the batches at least
     with pytest.raises(ConfigurationError, match="dimension 2 is fixed"):
         widths(torch.randn(5, 3, 8, 40))
+    scaled = written(lambda model, x, factors: model.layer(x) * factors, layer=nn.Linear(4, 3))
+    several = [(torch.randn(rows, steps, 4), torch.randn(3)) for rows, steps in ((3, 5), (2, 7))]  # the second has no batch, but 3 elements
+    assert fxq.quantize(scaled, several, "x86").integer(*several[1]).shape == (2, 7, 3)
     with pytest.raises(CalibrationError, match="batch 1 does not fit"):
         fxq.quantize(nn.Conv2d(3, 4, 3), images, "bayes-e", options=fxq.Options(dynamic_shapes={}))
 

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import fxquant as fxq
 from fxquant.errors import TraceError
+from fxquant.ir import functional
 from tests.shared.networks import Network
 
 LENGTHS = [[6, 2, 5, 1], [6], [3, 6, 6, 4, 2, 1]]
@@ -52,6 +53,8 @@ def test_padding_is_not_read(target: str, model: nn.Module, tmp_path: Path) -> N
     result = fxq.quantize(model, batches * 4, target)
     fxq.set_state(result.prepared, fxq.State.VALIDATE)
     assert result.verify(result.export(tmp_path / "model.onnx", style="exact"), batches)
+    fxq.export.export_pt2(result.integer, tmp_path / "model.pt2")
+    assert "SQNR" in str(result.verify(result.export(tmp_path / "qdq.onnx", style="qdq", opset=21), batches))
     for x, lengths in batches:
         outputs, wanted = result.integer(x, lengths), [each.detach() for each in model(x, lengths)]
         assert all(map(torch.equal, outputs, result.prepared(x, lengths)))
@@ -61,12 +64,31 @@ def test_padding_is_not_read(target: str, model: nn.Module, tmp_path: Path) -> N
         assert all(map(torch.equal, outputs, result.integer(loud, lengths)))
 
 
-def test_the_number_of_steps_varies() -> None:
+def test_the_number_of_steps_varies(tmp_path: Path) -> None:
     model = network(nn.GRU, lambda x: x.shape[1], bidirectional=True, batch_first=True)
     batches = [batch(lengths) for lengths in ([6, 2, 5], [15, 20, 1, 4], [1, 1])]
     result = fxq.quantize(model, batches, "x86")
+    assert result.integer.graph.find_nodes(op="call_function", target=functional.over_lengths) == []  # all of it is integer
+    assert result.verify(result.export(tmp_path / "model.onnx", style="fast", opset=17), batches)
     for one in batches:
         assert all(float((got - of_float).abs().max()) < 0.05 for got, of_float in zip(result.integer(*one), model(*one), strict=True))
+
+
+def of_data(function: Any) -> nn.Module:
+    def forward(self: Any, x: Tensor, lengths: Tensor) -> Any:
+        output, _ = self.layer(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        return function(self, output, self.linear(output.data))
+
+    return Network(forward, layer=nn.GRU(8, 12, batch_first=True), linear=nn.Linear(12, 4)).eval()
+
+
+def test_a_layer_computes_with_packed_data() -> None:
+    model = of_data(lambda self, packed, data: pad_packed_sequence(packed._replace(data=data), batch_first=True)[0])
+    batches = [batch(lengths) for lengths in LENGTHS]
+    result = fxq.quantize(model, batches, "x86")
+    assert all(float((result.integer(*one) - model(*one)).abs().max()) < 0.05 for one in batches)
+    with pytest.raises(TraceError, match="reads all data of a packed sequence"):
+        fxq.trace(of_data(lambda self, packed, data: data.mean()), batch([4, 4, 4]))
 
 
 def test_a_packed_sequence_from_elsewhere_is_refused() -> None:

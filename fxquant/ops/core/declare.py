@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.graph import TensorFact, fact, is_parameter
+from fxquant.ir.graph import TensorFact, fact, is_parameter, largest_size
 from fxquant.lowering.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics.rounding import clamped
 from fxquant.ops.core.record import Adapt, Instead, Parameter, register
@@ -269,15 +269,20 @@ def has_dimensions(name: str = "input", because: str = NO_DIMENSIONS) -> Guard:
     return lambda node, arguments: None if shape_of(arguments[name]) else because
 
 
-def fixed(dim: str | int = "dim", name: str = "input", because: str = "it runs along the batch, whose size is not fixed") -> Guard:
-    """Return a guard that refuses a node if the size of dimension `dim` of its operand is not fixed, or there are no dimensions."""
+def fixed(
+    dim: str | int = "dim", name: str = "input", because: str = "it runs along the batch, whose size is not fixed", bounded: bool = False
+) -> Guard:
+    """Return a guard that refuses a node if the size of dimension `dim` of its operand is not fixed, or there are no dimensions.
+
+    `bounded`: a size that varies between bounds is taken as well.
+    """
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         sizes = shape_of(arguments[name])
         if not sizes:
             return NO_DIMENSIONS
         at = arguments[dim] if isinstance(dim, str) else dim
-        return None if isinstance(at, int) and isinstance(sizes[at], int) else because
+        return None if isinstance(at, int) and (largest_size(sizes[at]) is not None if bounded else isinstance(sizes[at], int)) else because
 
     return refuses
 

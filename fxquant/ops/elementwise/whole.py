@@ -19,16 +19,15 @@ from fxquant.primitives import selection, shape
 from fxquant.primitives import whole as primitives
 
 WHOLE_NUMBERS, TRUTH_VALUES = Plain("int64"), Plain("bool")
-Value = Any  # a value of the lowering, a constant tensor, or a number
+Value = Any  # a value of the lowering, or a number
 
 
 class Steps:
-    """Writer of primitives on integers for one operator; constants become int64 ones."""
+    """Writer of primitives on integers for one operator; numbers become int64 constants."""
 
     def __init__(self, lowering: Lowering) -> None:
         self.lowering, self.call = lowering, lowering.call
         self._numbers: dict[int, Any] = {}
-        self._constants = 0
 
     def __call__(self, operation: str, input: Value, other: Value) -> Any:
         """Combine two values by an operation of `primitives.whole.joined`."""
@@ -37,12 +36,10 @@ class Steps:
     def held(self, value: Value) -> Any:
         """Return a value as primitives take it."""
         if not isinstance(value, int):
-            self._constants += isinstance(value, Tensor)
-            return self.lowering.given(f"constant_{self._constants}", value, torch.int64)
+            return value
         if value not in self._numbers:
-            self._constants += 1
             number = torch.tensor(value, dtype=torch.int64, device="cpu")
-            self._numbers[value] = self.lowering.given(f"constant_{self._constants}", number, torch.int64)
+            self._numbers[value] = self.lowering.given(f"constant_{len(self._numbers) + 1}", number, torch.int64)
         return self._numbers[value]
 
 
@@ -75,7 +72,8 @@ def _whole(
     """Register an operator on integers with this float meaning, and return that; `steps(Steps, **arguments)` writes its primitives."""
 
     def lower(lowering: Lowering, **arguments: Any) -> Any:
-        return steps(Steps(lowering), **arguments)
+        held = {name: lowering.given(name, arguments[name], torch.bool if name == "condition" else torch.int64) for name in reads}
+        return steps(Steps(lowering), **arguments | held)
 
     function.__name__ = function.__qualname__ = f"whole_{name}"
     fields: dict[str, Any] = {"reads": reads, "refuses": refuses or _needs_numbers(*reads), "samples": written(*samples)}
@@ -180,8 +178,7 @@ def _where(condition: Tensor, input: Any, other: Any) -> Tensor:
 
 
 def _chosen(steps: Steps, condition: Value, input: Value, other: Value) -> Any:
-    mask = steps.lowering.given("condition", condition, torch.bool)
-    return steps.call(primitives.chosen, steps.held(input), steps.held(other), mask)
+    return steps.call(primitives.chosen, steps.held(input), steps.held(other), condition)
 
 
 def _cat(steps: Steps, tensors: list[Any], dim: int) -> Any:

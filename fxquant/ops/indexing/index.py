@@ -107,10 +107,8 @@ def places_of(c: Call) -> str:
     return index if isinstance(index, str) else c.e.constant(c.real("index"))
 
 
-refuses_index = declare.first_reason(
-    needs("its index is not an integer tensor", lambda arguments: dtype_of(arguments["index"]) in (torch.int64, torch.int32)),
-    fixed(because="it indexes the batch"),
-)
+of_integers = needs("its index is not an integer tensor", lambda arguments: dtype_of(arguments["index"]) in (torch.int64, torch.int32))
+refuses_index = declare.first_reason(of_integers, fixed(because="it indexes the batch"))
 
 
 def _computed(entry: Any) -> bool:
