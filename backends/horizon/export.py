@@ -183,15 +183,9 @@ class HorizonOptions:
 @checked(folder=FOLDER, name=NAME, camera=choice("nv12", "yuv444").or_none("float32"))
 @working("writing for the vendor's compiler")
 def export_horizon(
-    integer: fx.GraphModule,
-    folder: str | os.PathLike[str],
-    name: str = "model",
-    *,
-    camera: str | None = None,
-    input_names: Sequence[str] | None = None,
-    output_names: Sequence[str] | None = None,
-    options: HorizonOptions = HorizonOptions(),
-) -> Path:
+    integer: fx.GraphModule, folder: str | os.PathLike[str], name: str = "model", *, camera: str | None = None,
+    input_names: Sequence[str] | None = None, output_names: Sequence[str] | None = None, options: HorizonOptions = HorizonOptions(),
+) -> Path:  # fmt: skip
     """Write the files that the target's vendor compiler takes into a folder, and return the folder's path.
 
     The folder holds NAME.onnx, at opset 11 with a batch of 1, quantize and dequantize pairs and float weights on their grids; NAME.yaml,

@@ -57,15 +57,9 @@ def example_of(model: nn.Module, first: Any, batches: Any, num_batches: int | No
 
 @checked(observations=OBSERVATIONS)
 def prepare(
-    model: FloatModel,
-    example_inputs: Any = None,
-    target: str | Target = "bayes-e",
-    qconfig: QConfig | QConfigMapping | None = None,
-    *,
-    observations: Observations | None = None,
-    until: str | Stage | None = None,
-    options: Options = DEFAULTS,
-) -> fx.GraphModule:
+    model: FloatModel, example_inputs: Any = None, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None, *,
+    observations: Observations | None = None, until: str | Stage | None = None, options: Options = DEFAULTS,
+) -> fx.GraphModule:  # fmt: skip
     """Return a trainable model of quantized operators, in state CALIBRATE, with its own parameters.
 
     An ONNX file is given by its path; it needs no example inputs where it holds their shapes.
@@ -206,13 +200,9 @@ def _require_float32(traced: fx.GraphModule) -> None:
 
 @checked()
 def check(
-    model: FloatModel,
-    example_inputs: Any = None,
-    target: str | Target = "bayes-e",
-    qconfig: QConfig | QConfigMapping | None = None,
-    *,
+    model: FloatModel, example_inputs: Any = None, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None, *,
     options: Options = DEFAULTS,
-) -> Findings:
+) -> Findings:  # fmt: skip
     """Return the parts of a model that a target does not support, before calibration: broken limits, and operators left in float.
 
     The result is true if nothing was found; it iterates over the findings, and prints as a table of layer, operator,
@@ -235,14 +225,9 @@ def check(
 
 @checked()
 def calibrate(
-    prepared: fx.GraphModule,
-    batches: Batches,
-    num_batches: int | None = None,
-    *,
-    only_missing: bool = False,
-    options: Options = DEFAULTS,
+    prepared: fx.GraphModule, batches: Batches, num_batches: int | None = None, *, only_missing: bool = False, options: Options = DEFAULTS,
     show_progress: bool | None = None,
-) -> fx.GraphModule:
+) -> fx.GraphModule:  # fmt: skip
     """Observe the batches, set every scale, and leave the model in state VALIDATE; return it.
 
     `batches` yields tensors, tuples or dicts (a DataLoader does); a tensor or a dict is one batch. The leading items,

@@ -64,16 +64,10 @@ class Result:
 
 @checked(observations=OBSERVATIONS)
 def quantize(
-    model: FloatModel,
-    batches: Batches,
-    target: str | Target = "bayes-e",
-    qconfig: QConfig | QConfigMapping | None = None,
-    *,
-    observations: Observations | None = None,
-    num_batches: int | None = None,
-    options: Options = DEFAULTS,
+    model: FloatModel, batches: Batches, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None, *,
+    observations: Observations | None = None, num_batches: int | None = None, options: Options = DEFAULTS,
     show_progress: bool | None = None,
-) -> Result:
+) -> Result:  # fmt: skip
     """Prepare, calibrate and convert in one call. The first batch also serves as example input.
 
     The arguments are those of `prepare` and `calibrate`; with the option `dynamic_shapes={}` every batch must have the size of the first.

@@ -221,14 +221,9 @@ class Made:
     scales=Kind("a list of strings", words),
 )
 def conformance_kit(
-    folder: str | os.PathLike[str],
-    target: str = "bayes-e",
-    *,
-    dtypes: Sequence[str] = DTYPES[:1],
-    operators: Sequence[str] | None = None,
-    scales: Sequence[str] = SCALES,
-    show_progress: bool | None = None,
-) -> Path:
+    folder: str | os.PathLike[str], target: str = "bayes-e", *, dtypes: Sequence[str] = DTYPES[:1], operators: Sequence[str] | None = None,
+    scales: Sequence[str] = SCALES, show_progress: bool | None = None,
+) -> Path:  # fmt: skip
     """Write probe programs for a board into a folder, and return its path: `check_conformance` evaluates the board's results.
 
     Each operator is a small network, compiled by the vendor's tool. Its inputs hold extremes, zeros and ties of the input's scale. The

@@ -122,12 +122,9 @@ class Estimate(Rows[LayerEstimate]):
 )
 @working("estimating")
 def estimate(
-    integer: fx.GraphModule,
-    target: str | Target | None = None,
-    *,
-    roofline: Roofline | None = None,
+    integer: fx.GraphModule, target: str | Target | None = None, *, roofline: Roofline | None = None,
     compiled: str | os.PathLike[str] | None = None,
-) -> Estimate:
+) -> Estimate:  # fmt: skip
     """Estimate the cost of an integer model on a chip: products, moved bytes, and the time of each at peak rates, by operator.
 
     The rates are those of `target`, the one that the model was converted for unless another is named, or a `roofline` of your own:

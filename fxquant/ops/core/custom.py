@@ -46,14 +46,9 @@ def unary(name: str, function: Callable[[Tensor], Tensor], number: Callable[[flo
 
 @checked(name=NAME, function=CALLABLE, operands=NAMES, expand=MEANING, lower=MEANING)
 def operator(
-    name: str,
-    function: Callable[..., Tensor],
-    operands: Sequence[str],
-    *,
-    expand: Callable[..., Any] | None = None,
-    lower: Callable[..., Any] | None = None,
-    **fields: Any,
-) -> Callable[..., Tensor]:
+    name: str, function: Callable[..., Tensor], operands: Sequence[str], *, expand: Callable[..., Any] | None = None,
+    lower: Callable[..., Any] | None = None, **fields: Any,
+) -> Callable[..., Tensor]:  # fmt: skip
     """Declare a function of several tensors as an operator, `name`, with an integer form in operators or primitives; return it.
 
     function  the float function, differentiable, made of functions of PyTorch; it is not traced into
