@@ -56,6 +56,10 @@ def read_onnx(model: Any) -> fx.GraphModule:
     except Exception as error:  # of the file system, of protobuf, or of weights in other files
         remedy = "give the path of a float ONNX file, with the files of its weights beside it"
         raise ConfigurationError(f"{path} cannot be read", because=f"{type(error).__name__}: {error}", remedy=remedy) from error
+    style = next((each.value for each in proto.metadata_props if each.key == "fxquant.style"), "")
+    if style in ("exact", "fast"):
+        because, remedy = f"fxquant wrote it in style {style!r}, of integer operators", "give the float model, or a file in style 'qdq'"
+        raise ConfigurationError(f"{path or 'the ONNX model'} is quantized already", because=because, remedy=remedy)
     proto = inliner.inline_local_functions(proto) if len(proto.functions) else proto
     opset = next((each.version for each in proto.opset_import if each.domain in ("", "ai.onnx")), 1)
     return _Reader("the ONNX model" if path is None else os.path.basename(path), opset).module(proto.graph)
@@ -219,7 +223,7 @@ class _Reader:
         """Return the node of a constant, or a number or tuple in its place; any other value unchanged."""
         if not isinstance(value, _Constant):
             return value
-        content = value.value
+        content = as_tensor(value.value) if row is not None and index in row.weights and value.value is not None else value.value
         if not isinstance(content, Tensor):
             return content
         if row is not None and index in row.numbers:

@@ -388,19 +388,15 @@ def compare_with_model(model: nn.Module, traced: fx.GraphModule, inputs: Example
     if batch is not None or others:
         _compare_at(model, traced, inputs, inputs.resized(batch, others), required=False)
     if _is_packed(traced):  # whoever reads all of its data reads no padding: sequences of full length do not show it
-        shorter = {
-            name: (tensor - (torch.arange(len(tensor)) - tensor.argmax()).abs()).clamp_min(1) if _may_be_lengths(tensor) else tensor
-            for name, tensor in inputs.tensors().items()
-        }
-        _compare_at(model, traced, inputs, shorter, required=False)
+        tensors = inputs.tensors()
+        for name, each in tensors.items():
+            if each.dtype == torch.int64 and each.dim() == 1 and len(each):  # lengths, as it seems
+                tensors[name] = (each - (torch.arange(len(each), device=each.device) - each.argmax()).abs()).clamp_min(1)
+        _compare_at(model, traced, inputs, tensors, required=False)
 
 
 def _is_packed(traced: fx.GraphModule) -> bool:
     return bool(traced.graph.find_nodes(op="call_function", target=functional.over_lengths))
-
-
-def _may_be_lengths(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 1 and len(tensor) > 0 and tensor.dtype == torch.int64
 
 
 def _compare_at(
@@ -428,11 +424,11 @@ def _compare_at(
             if mine.shape == theirs.shape:
                 difference = f" by up to {(mine.double() - theirs.double()).abs().max().item():.3g}"
             shape = tuple(next(iter(tensors.values())).shape)
+            padding = ", or reads all data of a packed sequence, which has its padding in a graph" * packed
             raise TraceError(
                 f"output {index} of the graph is not the model's output",
                 because=f"on the example input of shape {shape} the two differ{difference}; forward keeps state between calls, "
-                "draws random numbers, or has an effect that is not an operation of the graph"
-                + ", or reads all data of a packed sequence, which has its padding in a graph" * packed,
+                f"draws random numbers, or has an effect that is not an operation of the graph{padding}",
                 remedy="make forward a function of its inputs and parameters alone",
             )
 

@@ -169,7 +169,7 @@ def _check_input(index: int, node: fx.Node, value: Any, finite: bool) -> None:
         if value.dim() == len(expected.shape) - 1:
             remedy += "; items of a dataset need a batch dimension, which a DataLoader gives them"
         elif value.dim() == len(expected.shape) > 1:
-            remedy += "; for other sizes pass fxq.quantize a list of batches, as list(loader), or say in Options(dynamic_shapes=...) what varies"
+            remedy += "; for other sizes give fxq.quantize a list, as list(loader), or say what varies: Options(dynamic_shapes=...)"
         because = f"its value for {node.name!r} has shape {list(value.shape)}, and the model was traced with {expected}"
         raise bad_batch(index, because, remedy)
     if finite and value.is_floating_point() and not bool(torch.isfinite(value).all()):

@@ -280,7 +280,7 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "doubles": (lambda: [images(4).double()], "is torch.float64, and the model was traced with torch.float32", "dtype torch.float32"),
     "bytes": (lambda: [images(4).to(torch.uint8)], "is torch.uint8", "or pass batch_fn"),
     "items of a dataset": (lambda: TensorDataset(images()), "has shape [2, 6, 6]", "a DataLoader gives them"),
-    "another size": (lambda: [images(4)[..., :5]], "has shape [4, 2, 6, 5]", "[B, 2, 6, 6] and dtype torch.float32, or pass batch_fn; for other"),
+    "another size": (lambda: [images(4)[..., :5]], "has shape [4, 2, 6, 5]", "[B, 2, 6, 6] and dtype torch.float32, or pass batch_fn; for"),
     "strings": (lambda: ["image.png"], "is a str, not a tensor", "yield tensors"),
     "nothing": (lambda: [()], "it has 0 items", "yield all inputs"),
     "other names": (lambda: [{"picture": images(4)}], "it has no image; its keys are picture", "forward's argument names"),

@@ -207,6 +207,14 @@ def test_a_file_that_onnxruntime_quantized_keeps_its_grids_and_weights(kind: Qua
     assert (apart != 0).float().mean() < 0.001
 
 
+def test_a_bias_that_is_computed_from_constants_is_a_tensor() -> None:
+    proto, inputs = one_node("Conv", (X, "c:8,4,3,3", "c:8"))
+    proto.graph.initializer[1].CopyFrom(numpy_helper.from_array(np.arange(8), "whole"))
+    proto.graph.node.insert(0, helper.make_node("Cast", ["whole"], ["in_2"], to=TensorProto.FLOAT))
+    theirs = in_float(proto.SerializeToString(), inputs)[0]
+    np.testing.assert_allclose(read_onnx(proto)(*inputs).detach().numpy(), theirs, rtol=1e-4, atol=1e-5)
+
+
 def refusal(model: Any, *example: Any) -> str:
     with pytest.raises(fxq.FxQuantError) as caught:
         fxq.prepare(model, *example)
@@ -216,6 +224,8 @@ def refusal(model: Any, *example: Any) -> str:
 def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Det is not read\n  at       the ONNX model: Det /block/node" in refusal(one_node("Det", ("f:2,2",))[0])
     assert "is quantized already" in refusal(one_node("QLinearMatMul", (X, 0.5))[0])
+    exact = fxq.quantize(nn.Conv2d(3, 4, 3), [torch.randn(2, 3, 8, 8)], "x86").export(tmp_path / "exact.onnx", style="exact")
+    assert "fxquant wrote it in style 'exact'" in refusal(exact)
     assert "only tensors of bytes with one scale" in refusal(one_node("QuantizeLinear", (X, "h:4"))[0])
     assert "auto_pad" in refusal(one_node("ConvTranspose", (X, "c:4,3,3,3"), {"auto_pad": "SAME_UPPER"})[0])
     assert "cannot be read" in refusal(tmp_path / "nothing.onnx")

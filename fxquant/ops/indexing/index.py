@@ -107,8 +107,9 @@ def places_of(c: Call) -> str:
     return index if isinstance(index, str) else c.e.constant(c.real("index"))
 
 
-of_integers = needs("its index is not an integer tensor", lambda arguments: dtype_of(arguments["index"]) in (torch.int64, torch.int32))
-refuses_index = declare.first_reason(of_integers, fixed(because="it indexes the batch"))
+_OF_INTEGERS = needs("its index is not an integer tensor", lambda arguments: dtype_of(arguments["index"]) in (torch.int64, torch.int32))
+refuses_index = declare.first_reason(_OF_INTEGERS, fixed(because="it indexes the batch"))
+refuses_index_along = declare.first_reason(_OF_INTEGERS, fixed(because="it indexes the batch", bounded=True))
 
 
 def _computed(entry: Any) -> bool:

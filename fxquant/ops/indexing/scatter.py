@@ -15,13 +15,13 @@ from torch import Tensor, fx
 from fxquant.ir.graph import TensorFact, fact, inherit, is_parameter, set_fact, shape_of
 from fxquant.ops.core import FLOAT32_EXACT, Builder, Call, Lowering, Quantized, Ratio, are_fixed, composite, known_size, lowered
 from fxquant.ops.core.casting import made_number
-from fxquant.ops.core.declare import Branch, Guard, first_reason, fixed, function_and_method, has_dimensions, is_finite, meets, on_the_output, real
+from fxquant.ops.core.declare import Branch, Guard, first_reason, function_and_method, has_dimensions, is_finite, meets, on_the_output, real
 from fxquant.ops.core.record import INNER, Instead, Plain, Same, Trait, register
 from fxquant.ops.core.samples import EXACT, NORMED, sampled, written
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.comparison import amax, amin, largest_along, smallest_along
 from fxquant.ops.elementwise.whole import alike
-from fxquant.ops.indexing.index import WHOLE, getitem, of_integers, places_of, refuses_index
+from fxquant.ops.indexing.index import WHOLE, getitem, places_of, refuses_index, refuses_index_along
 from fxquant.ops.movement.shape import rank_of
 from fxquant.ops.pooling.pool import too_many
 from fxquant.ops.reduction.progression import along, length_of, sums_along
@@ -88,7 +88,7 @@ def _taken(input: Any, indices: Any, dim: int | None = None) -> dict[str, Any] |
     calls=function_and_method(_taken, "take_along_dim"),
     moves=True,
     reads=("index",),
-    refuses=(of_integers, fixed(because="it indexes the batch", bounded=True)),
+    refuses=refuses_index_along,
     demand=Same(),
 )
 @sampled("gather(x, 2, y.argmax(2, True))", "gather(x, 3, y.argsort(3))", "take_along_dim(x, y.argmax(1, True), 1)")
