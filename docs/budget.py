@@ -16,7 +16,7 @@ import ast
 import sys
 from pathlib import Path
 
-BUDGET = {"lines": 70_500, "files": 289, "small": 15, "wide": 15, "tests": 42_110, "benchmarks": 14_900}
+BUDGET = {"lines": 70_500, "files": 289, "small": 15, "wide": 15, "tests": 42_120, "benchmarks": 14_900}
 # how far the tree may be below its budget before that is lowered
 SLACK = {"lines": 200, "files": 3, "small": 3, "wide": 3, "tests": 500, "benchmarks": 200}
 SMALLEST, LARGEST = 80, 800  # lines of a file of the library
