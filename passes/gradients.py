@@ -79,7 +79,7 @@ def _mark_parameters(node: fx.Node) -> None:
 
 
 def _reads_detached_alone(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether no operand of a node has a gradient, and at least one is detached."""
+    """Return whether all float operands are detached or constants, and one at least is detached, so that the node can be, too."""
     detached = False
     for operand in node.all_input_nodes:
         tensor = facts.fact(operand)

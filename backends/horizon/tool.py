@@ -157,7 +157,7 @@ def reason(lines: Sequence[str]) -> str:
 
 
 def layer_of(text: str, layers: Mapping[str, str]) -> str | None:
-    """Return the layer that a text names: the first of these names that begins the name of an ONNX node in it."""
+    """Return the key of `layers` that begins the name of an ONNX node in a text, the earliest one and then the longest; None without."""
     matches = {name: re.search(rf"(?<![\w/.]){re.escape(name)}(?=/\w|_quantized|\b(?!\w))", text) for name in layers}
     places = {name: match.start() for name, match in matches.items() if match}
     return min(places, key=lambda name: (places[name], -len(name)), default=None)

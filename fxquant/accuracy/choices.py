@@ -62,7 +62,7 @@ class Products:
 
 
 class Choices(Mapping[str, Choice]):
-    """All choices of a prepared model by name, in the order they run."""
+    """The activations and weights whose dtypes a search may choose, by name, in the order they run."""
 
     def __init__(self, prepared: fx.GraphModule, widths: Sequence[int] = (4, 8, 16)) -> None:
         self.prepared = prepared

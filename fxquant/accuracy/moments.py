@@ -64,7 +64,7 @@ class Moment:
         return smooth
 
     def noise(self, integers: Tensor, real: Tensor) -> float:
-        """Return the noise-to-signal ratio of an output's sums, at most 1, averaged over outputs."""
+        """Return the error of a layer's sums by its integer weights, relative to their power: at most 1, averaged over outputs."""
         total, signal = (torch.zeros(len(real), dtype=torch.float64, device=real.device) for _ in range(2))
         for into, value in ((total, integers - real), (signal, real)):
             grouped = value.view(len(self.sums), -1, value.shape[1])

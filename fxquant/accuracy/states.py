@@ -95,7 +95,7 @@ def update_scales(operator: QuantizedOperator) -> None:
 
 
 def owned_quantizers(operator: QuantizedOperator) -> list[Quantizer]:
-    """Return the quantizers that belong to an operator: of its output, unless that shares another's, and of its intermediate."""
+    """Return the quantizers that an operator owns: of its output, unless shared, and of its sum before a residual, if any."""
     return ([operator.output] if operator.owns_output else []) + ([operator.intermediate] if operator.intermediate is not None else [])
 
 

@@ -92,7 +92,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def add_conformance(commands: Any) -> None:
-    """Add the command `conformance`."""
+    """Register the command `conformance`, which compares the integers of a board with fxquant's."""
     conformance = command(
         commands,
         "conformance",

@@ -232,7 +232,7 @@ def batch_norm_path(node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """The operator of the model that a node is a part of."""
+    """The composite operator of the model, such as attention, that a node was expanded from, and the node's role in it."""
 
     composite: str  # the operator's name
     role: str  # the part's name

@@ -123,7 +123,7 @@ class QuantizedOperator(nn.Module):
         return self.state is State.TRAIN and self.training and (owner is None or owner.training)
 
     def multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for a direct call of the operator's function or `lower`, with parameters times the channels' factors."""
+        """Multiply weight and bias among the arguments of a call by the factors of equalization; return the arguments."""
         if self.factors is None or not self.factors.active:
             return args, kwargs
         arguments = self.factors.of(self.operator, self.operator.bind_call(args, kwargs))

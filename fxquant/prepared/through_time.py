@@ -161,7 +161,7 @@ class Body:
         return [*map(of_values.get, range(len(self.sources))), *of_others[len(to) :]]
 
     def again(self, values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return what `back` does by the steps one by one, with the scales of the first run; with gradients of their own if recorded."""
+        """Return the gradients that `back` returns, by running the loop step by step under autograd; recorded in grad mode."""
         moved, closed = {each: each._buffers.copy() for each in self.scales}, [True]
         try:
             for each, scales in self.scales.items():

@@ -259,7 +259,7 @@ class MixedPrecision:
     budget: Budget
 
     def __str__(self) -> str:
-        """Candidates by cost and effect, then the dtype of every tensor."""
+        """Format a result of mixed precision: candidates with cost and error, then the dtype of every tensor before and after."""
         rows = []
         for candidate in (self.before, *self.candidates):
             score = "" if candidate.score is None else f"{candidate.score:.4g}"

@@ -50,7 +50,7 @@ def construct(kind: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def derived_buffers(module: nn.Module) -> tuple[str, ...]:
-    """Return the buffers that follow from a module's arguments, and have no place in a file."""
+    """Return the names of persistent buffers that a saved file leaves out: loading computes them from the constructor's arguments."""
     return module.derived if isinstance(module, TrainableScale) else ()
 
 

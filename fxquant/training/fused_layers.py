@@ -76,7 +76,7 @@ class Accumulator(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounded:
-    """The constants of a requantization, one for each channel or scalars."""
+    """The numbers of one requantization, by channel or scalars: multiplier and shift, rounding, integer limits, fused clamp."""
 
     factors: tuple[Tensor, ...]  # of `requantize_real`: the multiplier; of `requantize_fixed`: half, 2^-shift, the product, all float64
     limit: int  # limit, add: of `requantize_fixed`: the limit of the intermediate, and the rounding constant of the last shift

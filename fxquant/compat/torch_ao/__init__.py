@@ -68,7 +68,7 @@ def install(replace: bool = True) -> None:
 
 
 def _remember_programs() -> None:
-    """Make modules of exported programs refer to their program, because `prepare_pt2e` is given the module."""
+    """Patch `ExportedProgram.module`, so that each module refers to its program: `prepare_pt2e` is given the module alone."""
     original = torch.export.ExportedProgram.module
     if getattr(original, "remembers", False):
         return

@@ -309,7 +309,7 @@ def known_size(size: Any) -> int:
 
 
 def known_sizes(sizes: Iterable[Any]) -> list[int]:
-    """Return the sizes as integers; assert that none depends on the batch size."""
+    """Convert sizes to a list of integers; assert that none of the sizes varies."""
     return list(map(known_size, sizes))
 
 

@@ -19,7 +19,7 @@ from fxquant.ops.elementwise.whole import alike
 
 
 def within_domain(function: Callable[..., float], **ends: float) -> Callable[..., float]:
-    """Return a function of `math` that is NaN where it has no value, and infinite where it has a pole."""
+    """Wrap a function of `math`: NaN where it raises ValueError, but for the value `pole` at the point `at`."""
 
     def on_numbers(x: float, **settings: Any) -> float:
         try:

@@ -144,7 +144,7 @@ def pick(lowering: Lowering, input: Quantized | Tensor, dim: int, index: Any) ->
 
 
 def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
-    """Return input[index] for a tensor, and for the pieces of a split one."""
+    """Rewrite input[index] as canonical arguments or another call, or return why it cannot be; a list of pieces gives its piece."""
     input_fact = fact(input)
     if isinstance(input_fact, list | tuple):
         return _piece(input, index)

@@ -321,7 +321,7 @@ class ClipObserver(MinMaxObserver, names=""):
 
     @property
     def ends(self) -> Tensor:
-        """The range between the bounds, widened to hold 0: float32 of shape (2,)."""
+        """Return the observed range, widened to hold 0 and clipped to `lowest` and `highest`: float32 of shape (2,)."""
         return super().ends.clamp(self.lowest, self.highest)
 
     @property
