@@ -111,9 +111,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
     "memory": ("only the strides of model inputs are known", lambda m, x: x.as_strided((2, 3), (3, 1))),
     "norm without statistics": ("it has no running statistics", lambda m, x: m.norm(x)),
     "bytes as another dtype": ("it reinterprets the bytes", lambda m, x: x.view(torch.int32).float()),
-    "resizing with the batch": (
-        "the size of its input or output depends on the batch size", lambda m, x: F.interpolate(x.transpose(0, 2), scale_factor=2)
-    ),
+    "resizing with the batch": ("it is resized to sizes that vary", lambda m, x: F.interpolate(x.transpose(0, 2), scale_factor=2)),
     "a pool of maps without channels": ("its input has no batch dimension", lambda m, x: F.max_pool2d(x.mean(1), 2)),
     "a norm of the maps of one sample": ("its input has no batch dimension", lambda m, x: m.maps(x[0])),
     "list of the batch": ("it indexes the batch by a list", lambda m, x: x[[0, 1]]),
@@ -121,7 +119,6 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
     "flip of the batch": ("it reverses the batch", lambda m, x: x.flip(0)),
     "roll of everything": ("it rolls the flattened tensor", lambda m, x: x.roll(1)),
     "repeats of the batch": ("it repeats along the batch", lambda m, x: x.repeat_interleave(torch.tensor([2]), 0)),
-    "slice of the batch": ("the bounds of its index are computed", lambda m, x: x[: x.shape[0] // 2]),
     "piece of the batch": ("it splits the batch, whose size is not fixed", lambda m, x: x.chunk(2, 0)[0]),
     "pieces of a sort": ("it selects a result of %sort, which is computed in float", lambda m, x: torch.sort(x, 0)[0]),
     "an order of the batch": ("it ranks the batch", lambda m, x: torch.sort(x, 0)[0]),
