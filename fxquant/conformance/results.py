@@ -233,7 +233,7 @@ def _operator(ran: Ran) -> tuple[str, str]:
 
 
 def _try(kit: Kit, ran: Sequence[Ran], operators: set[tuple[str, str]], show: bool | None) -> None:
-    """Add the variants of the target's arithmetic that fit to outputs of these operators."""
+    """Add each variant of the target's arithmetic whose integers equal the board's outputs of these operators."""
     programs = {each.program.name: each.program for each in ran if _operator(each) in operators}
     images = kit_images(kit)
     failed: dict[str, str] = {}

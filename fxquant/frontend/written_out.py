@@ -281,7 +281,7 @@ for _function in (torch.atleast_1d, torch.atleast_2d, torch.atleast_3d):
 
 # ---- Packed sequences: their data is the padded sequences, [batch, steps, …], since the sum of lengths has no fact -------
 def _lengths_of(sizes: Tensor) -> Any:
-    """Return the lengths of the sequences in a `PackedSequence` of these batch sizes."""
+    """Return the lengths, int64 (batch,), of a `PackedSequence` by its batch sizes; raise TraceError if forward did not pack it."""
     lengths = active().lengths.get(getattr(sizes, "node", id(sizes)))
     if lengths is None:
         because = "how many items each step has is not known before the graph runs, and a graph has a fixed number of operations"
@@ -295,7 +295,7 @@ def _steps(padded: Tensor) -> Tensor:
 
 
 class _AsGiven(Tensor):
-    """The order of sequences that stay as they are: their padding needs no sorting."""
+    """The identity permutation of a batch, which packing returns here: padded sequences are not sorted by length."""
 
 
 @_stands_for(*_methods("sort"))

@@ -89,7 +89,7 @@ class Cures:
         return [node.name for node in readers if node.op != "output" and not self._is(node, nn.Identity) and counts(node)]
 
     def _is(self, node: fx.Node, kinds: Any) -> bool:
-        """Return whether a node calls a module of these classes."""
+        """Return whether a node is the call of a module, and the module is an instance of one of these classes."""
         return node.op == "call_module" and isinstance(resolve(self.model, str(node.target)), kinds)
 
     def _passes_on(self, reader: str, tensor: str) -> bool:

@@ -17,7 +17,7 @@ LENGTHS = [[6, 2, 5, 1], [6], [3, 6, 6, 4, 2, 1]]
 
 
 def padded(model: Any, x: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
-    """Return all outputs, of which the padding is 0.5, and all last states of a recurrent layer."""
+    """Pack, run a recurrent layer, and pad with 0.5; return the outputs, the lengths and the last states."""
     first = model.layer.batch_first
     packed = pack_padded_sequence(x if first else x.transpose(0, 1), lengths, first, enforce_sorted=False)
     output, state = model.layer(packed, model.state(x))
@@ -60,8 +60,8 @@ def test_padding_is_not_read(target: str, model: nn.Module, tmp_path: Path) -> N
         assert all(map(torch.equal, outputs, result.prepared(x, lengths)))
         assert torch.equal(outputs[0] == 0.5, wanted[0] == 0.5)
         assert all(float((got - of_float).abs().max()) < 0.05 for got, of_float in zip(outputs, wanted, strict=True))
-        loud = x.masked_fill((torch.arange(x.shape[1]) >= lengths[:, None])[..., None], 3.0)
-        assert all(map(torch.equal, outputs, result.integer(loud, lengths)))
+        with_other_padding = x.masked_fill((torch.arange(x.shape[1]) >= lengths[:, None])[..., None], 3.0)
+        assert all(map(torch.equal, outputs, result.integer(with_other_padding, lengths)))
 
 
 def test_the_number_of_steps_varies(tmp_path: Path) -> None:

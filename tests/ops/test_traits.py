@@ -94,7 +94,7 @@ class Trial(NamedTuple):
         return [at for at in operands if isinstance(self.arguments[at], Tensor | list)]
 
     def changed(self, function: Callable[[Tensor], Tensor], *chosen: int) -> Tensor:
-        """The result for operands of which all, or the chosen ones, are changed."""
+        """Compute the operator after changing the chosen operands, or all; return its result."""
         actual, number = list(self.arguments), itertools.count()
         for position in self.activations():
             value = actual[position]
