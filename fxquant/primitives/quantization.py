@@ -107,15 +107,14 @@ def dequantize(input: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32,
     return ((value - zero_point if zero_point else value) * scale).to(dtype)
 
 
-# ---- requantization to 8 bits by one rounded float32 operation in ONNX files -----------------------------------------
+# ---- requantization to 8 bits by one rounded float32 product in ONNX files -------------------------------------------
 #
 # It is proved at every integer where the result steps. The requantizations below are monotonic in the accumulator, and so is a rounded
-# float32 quotient by a positive number. Two such functions are equal everywhere if both step to each of the 255 results at the same
-# integer. For each channel, a divisor that places every step correctly is searched among the float32 numbers next to the step's size.
-# ONNX's QuantizeLinear then divides, rounds, saturates and stores in one operator. The search returns None where it finds none.
-# Each step lies between two integers. The divisor and the constant that is added keep integers as far from ties as they can, so that a
-# runtime that divides less exactly, or rounds ties otherwise, computes the same.
-SAFE = 2.0**-15  # of a result: the distance from a tie that is enough; a product with a reciprocal in float32 errs by half of it
+# float32 product with a positive number. Two such functions are equal everywhere if both step to each of the 255 results at the same
+# integer. For each channel, a factor that places every step correctly is searched among the float32 numbers next to one over the step's
+# size, for a Round and for a Floor of the product. QuantizeLinear of a scale of 1 then saturates and stores: it reads integers, of which
+# no runtime's error makes others. Only where neither is right is a constant added first, as far from ties as can be, since runtimes
+# multiply it out, x · factor + constant · factor. The search returns None where it finds none.
 NEIGHBOURS = (0, 1, -1, 2, -2, 3, -3)  # float32 numbers from the nearest one, in the order in which they are tried
 QUOTIENT_LIMIT = 2**30  # reference implementations round larger quotients wrongly
 
@@ -143,61 +142,63 @@ def steps_of_half_step(shift: Tensor, multiplier: Tensor, right_shift: Tensor, h
 
 
 class Rounded(NamedTuple):
-    """One rounded float32 operation: QuantizeLinear by divisors, or after a product."""
+    """One float32 product, rounded to the nearest integer or down."""
 
-    by: Tensor  # divisors or factors, float32 of shape (channels,), or () where one applies to all
-    divides: bool  # whether `by` are divisors
-    axis: int | None  # the dimension of the channels, counted from the end; None where one number applies to all
+    by: Tensor  # factors, float32, which broadcast against the integers
+    ties: float  # 0.5 where the product is rounded to the nearest integer, 0.0 where it is rounded down
     add: Tensor | None = None  # the float32 constant that is added to the integers first, which broadcasts against them; None for nothing
+
+    def constants(self, e: Emitter) -> list[str]:
+        """Return the constants that `emit` reads besides the value; as operands of a function, they let layers share it."""
+        return [e.constant(constant) for constant in (self.by, self.add) if constant is not None]
+
+    def emit(self, e: Emitter, value: str, constants: Sequence[str], low: int, high: int, dtype: torch.dtype) -> str:
+        """Emit clip(round_half_even or floor((value + add) · by), low, high), stored as `dtype`; `value` is float32."""
+        by, *add = constants
+        product = e.node("Mul", e.node("Add", value, *add) if add else value, by)
+        integers = e.node("Round" if self.ties else "Floor", product)
+        return clipped(e, e.node("QuantizeLinear", integers, e.constant(1.0), e.constant(0, dtype)), low, high, dtype)
 
 
 def rounded(steps: Tensor, size: Tensor, low: int, high: int) -> Rounded | None:
-    """Return one float operation (product or quotient, rounded) that changes its result exactly at `steps`; None if there is none.
+    """Return one rounded float32 product that changes its result exactly at `steps`; None if there is none.
 
     It equals the integer function for all integers below 2^24 in magnitude. `steps`, int64 (channels, results), are the integers at which
-    each result begins. `size`, float64, is about the number of integers per result, shaped to broadcast against them. A constant is added
-    to the integers first if one of them would be nearer than `SAFE` to a tie.
-    Runtimes divide quickly by a number per channel only if the elements of a channel are contiguous, so factors are used if channels are
-    the last dimension.
+    each result begins. `size`, float64, is about the number of integers per result, shaped to broadcast against them.
     """
-    axes = [dim - size.dim() for dim, count in enumerate(size.shape) if count > 1]
-    if len(axes) > 1 or low == high:  # one result has no steps
+    nearest = (1 / size).flatten().float()
+    if low == high or not bool((torch.isfinite(nearest) & (nearest > torch.finfo(torch.float32).tiny)).all()):  # one result has no steps
         return None
-    axis = axes[0] if axes else None
-    divides = axis != -1
-    nearest = (size if divides else 1 / size).flatten().float()
-    if not bool((torch.isfinite(nearest) & (nearest > torch.finfo(torch.float32).tiny)).all()):
-        return None
-    for adds, least_distance in ((False, SAFE), (True, 0.0)):
+    for ties, adds in ((0.5, False), (0.0, False), (0.5, True)):
         by, more = torch.zeros_like(nearest), torch.zeros_like(nearest)
-        distance = torch.full_like(nearest, least_distance, dtype=torch.float64)  # from a tie, of a result; the farthest is taken
+        distance = torch.full_like(nearest, -torch.inf, dtype=torch.float64)  # from a tie, of a result; the farthest is taken
         for neighbour in NEIGHBOURS:
             tried = (nearest.view(torch.int32) + neighbour).view(torch.float32)
-            step = tried.double() if divides else 1 / tried.double()
-            least, most = _constants(steps, step, low, high)
+            step = 1 / tried.double()
+            least, most = _constants(steps, step, low, high, ties)
             add = ((least + most) / 2).nan_to_num(0.0, 0.0, 0.0).float() if adds else torch.zeros_like(nearest)
             reached = torch.minimum(add - least, most - add) / step
-            farther = (reached > distance) & _is_right(steps, tried, add, low, high, divides)
+            farther = (reached > distance) & _is_right(steps, tried, add, low, high, ties)
             by, more, distance = torch.where(farther, tried, by), torch.where(farther, add, more), torch.where(farther, reached, distance)
         if bool((by > 0).all()):
-            return Rounded(by[0] if axis is None else by, divides, axis, more.reshape(size.shape) if adds else None)
+            return Rounded(by.reshape(size.shape), ties, more.reshape(size.shape) if adds else None)
     return None
 
 
-def _constants(steps: Tensor, step: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-    """Return the limits, float64 (channels,), of a constant by which round((c + constant) / step) ≥ k exactly from the step of k on.
+def _constants(steps: Tensor, step: Tensor, low: int, high: int, ties: float) -> tuple[Tensor, Tensor]:
+    """Return the limits, float64 (channels,), of a constant by which (c + constant) / step reaches k - ties exactly from the step of k on.
 
     `step` is float64 (channels,). The limits are infinite for a channel that no integer leads from one result to another.
     """
-    ties = (torch.arange(low + 1, high + 1, device="cpu") - 0.5) * step[:, None]
+    begins = (torch.arange(low + 1, high + 1, device="cpu") - ties) * step[:, None]
     never, always = steps > FLOAT32_EXACT, steps - 1 < -FLOAT32_EXACT  # results beyond what the integers can be
-    least = torch.where(never | always, -torch.inf, ties - steps).amax(1)
-    most = torch.where(never | always, torch.inf, ties - (steps - 1)).amin(1)
-    return (torch.maximum(least, -step / 2) if low == 0 else least), most
+    least = torch.where(never | always, -torch.inf, begins - steps).amax(1)
+    most = torch.where(never | always, torch.inf, begins - (steps - 1)).amin(1)
+    return (torch.maximum(least, -ties * step) if low == 0 else least), most
 
 
-def _is_right(steps: Tensor, by: Tensor, add: Tensor, low: int, high: int, divides: bool) -> Tensor:
-    """Return whether round_half_even((c + add) / by or (c + add) · by) ≥ k exactly from the step of k on, in float32, for each channel.
+def _is_right(steps: Tensor, by: Tensor, add: Tensor, low: int, high: int, ties: float) -> Tensor:
+    """Return whether the rounded (c + add) · by is k or more exactly from the step of k on, in float32, for each channel.
 
     Where `low` is 0, the integer 0 gives 0 or more: a rectified operand needs no other lower limit.
     """
@@ -205,27 +206,10 @@ def _is_right(steps: Tensor, by: Tensor, add: Tensor, low: int, high: int, divid
     limit = torch.full((1,), FLOAT32_EXACT, dtype=torch.int64, device="cpu")
     reached, below, last = (whole.clamp(-FLOAT32_EXACT, FLOAT32_EXACT).float() + add[:, None] for whole in (steps, steps - 1, limit))
     never, always = steps > FLOAT32_EXACT, steps - 1 < -FLOAT32_EXACT
-    over, under, largest, zero = (whole / by[:, None] if divides else whole * by[:, None] for whole in (reached, below, last, add[:, None]))
-    right = (never | (over.round() >= results)) & (always | (under.round() < results)) & (largest < QUOTIENT_LIMIT)
-    return (right & (zero.round() >= 0) if low == 0 else right).all(1)
-
-
-def onnx_constants(e: Emitter, how: Rounded, dtype: torch.dtype) -> list[str]:
-    """Return the constants that `onnx_rounded` reads besides the value; as operands of a function, they let layers share it."""
-    zeros = torch.full(how.by.shape if how.divides else (), 0, dtype=dtype, device="cpu")
-    return [e.constant(constant) for constant in (how.by, zeros, how.add) if constant is not None]
-
-
-def onnx_rounded(e: Emitter, value: str, how: Rounded, constants: Sequence[str], low: int, high: int, dtype: torch.dtype) -> str:
-    """Emit clip(round_half_even(value · f or value / d), low, high), stored as `dtype`; `value` is float32."""
-    by, zeros, *add = constants
-    value = e.node("Add", value, *add) if add else value
-    if how.divides:
-        axis = {} if how.axis is None else {"axis": how.axis}
-        stored = e.node("QuantizeLinear", value, by, zeros, **axis)
-    else:
-        stored = e.node("QuantizeLinear", e.node("Mul", value, by), e.constant(1.0), zeros)
-    return clipped(e, stored, low, high, dtype)
+    over, under, largest, zero = (whole * by[:, None] for whole in (reached, below, last, add[:, None]))
+    over, under, zero = (product.round() if ties else product.floor() for product in (over, under, zero))
+    right = (never | (over >= results)) & (always | (under < results)) & (largest < QUOTIENT_LIMIT)
+    return (right & (zero >= 0) if low == 0 else right).all(1)
 
 
 # ---- the arithmetics of requantization, and the primitives of accumulators -------------------------------------------
@@ -298,15 +282,15 @@ def _onnx_rounded_fixed(
         x = e.node("Relu", x) if rectified else x
         if first is not None:
             x = e.node("Floor", x)
-        elif not rectified:  # Round changes no integer: it keeps runtimes from adding the constant to the bias, whose sum would be rounded
+        elif not rectified:  # Round changes no integer: it keeps runtimes from multiplying the factor into the weights
             x = e.node("Round", x)
         if width == torch.float64:
             x = e.node("Clip", x, e.constant(float(-limit), width), e.constant(float(limit), width))
             x = e.node("Cast", x, to=torch.float32)
-        return onnx_rounded(e, x, how, constants, torch.iinfo(dtype).min if rectified else low, high, dtype)
+        return how.emit(e, x, constants, torch.iinfo(dtype).min if rectified else low, high, dtype)
 
     name = f"requantize_fixed_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
-    return e.call(name, body, value, *by, *onnx_constants(e, how, dtype))
+    return e.call(name, body, value, *by, *how.constants(e))
 
 
 class _Product(NamedTuple):
@@ -452,8 +436,8 @@ def _onnx_requantize_real_byte(
         x = e.node("Mul", e.node("Relu" if low == 0 else "Round", x), multiplier)
         if limited:  # beyond the range of int32 not every runtime saturates
             x = e.node("Clip", x, e.constant(-float(QUOTIENT_LIMIT)), e.constant(float(QUOTIENT_LIMIT)))
-        x = e.node("Round", x) if zero_point else x  # OpenVINO adds the zero point before it rounds, which moves ties where it is odd
-        stored = e.node("QuantizeLinear", x, e.constant(1.0), zero)
+        # OpenVINO adds the zero point before it rounds, and divides by a range of 255 steps: integers it stores as they are.
+        stored = e.node("QuantizeLinear", e.node("Round", x), e.constant(1.0), zero)
         return clipped(e, stored, torch.iinfo(dtype).min if low == 0 else low + zero_point, high + zero_point, dtype)
 
     name = f"requantize_real_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}{'_offset' * bool(zero_point)}"
