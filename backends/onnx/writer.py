@@ -28,7 +28,7 @@ from fxquant.ir.integer import channel_exponents, qparams, zero_point
 from fxquant.numerics.grids import LARGEST_PAIR, PLAIN_TYPES, largest_pairs
 from fxquant.ops.core.form import PER_CHANNEL_OPSET
 from fxquant.primitives import PRIMITIVES, Primitive, Role, loop, role_of
-from fxquant.primitives.quantization import dequantize, quantize, requantize_real
+from fxquant.primitives.quantization import dequantize, quantize, requantize_fixed, requantize_real
 from fxquant.version import __version__
 
 # ---- The `Emitter` that collects ONNX nodes for the forms of primitives and operators --------------------------------
@@ -280,6 +280,15 @@ def _fits(node: onnx.NodeProto, stored: onnx.TensorProto) -> bool:
 _WIDE = (Role.ALIGNMENT, Role.ADDITION, Role.MULTIPLICATION, Role.CONVOLUTION)  # whose ONNX forms have the emitter's dtype of wide sums
 
 
+_REQUANTIZES = (requantize_real, requantize_fixed)
+
+
+def _may_be_wide(node: fx.Node) -> bool:
+    """Return whether a sum or product is formed beyond 24 bits, or adds two that may be."""
+    record = PRIMITIVES[node.target]  # type: ignore[index]
+    return record.wide or record.role is Role.ADDITION or record.signature.bind(*node.args, **node.kwargs).arguments.get("wide", False)
+
+
 def has_kernels(integer: fx.GraphModule) -> bool:
     """Return whether a model's arithmetic requantizes by float32 numbers, as ONNX's integer operators do, which else sum products alone."""
     return "target" in integer.meta and requantize_real in integer.meta["target"].arithmetic.primitives
@@ -309,14 +318,14 @@ class Writer:
 
     @cached_property
     def in_int32(self) -> set[fx.Node]:
-        """Return sums and products that are int32 beyond 24 bits too, since what reads them rounds them to float32, or adds such ones."""
-        nodes = [node for node in self.integer.graph.nodes if node.op == "call_function"] if has_kernels(self.integer) else []
-        chosen = {node for node in nodes if role_of(node.target) in _WIDE and len(node.args) > 1 and fact(node).dtype == torch.int32}
+        """Return sums and products that are int32 beyond 24 bits too, since what reads them requantizes them, or adds such ones."""
+        nodes = [node for node in self.integer.graph.nodes if node.op == "call_function" and role_of(node.target) in _WIDE]
+        chosen = {node for node in nodes if len(node.args) > 1 and fact(node).dtype == torch.int32 and _may_be_wide(node)}
 
         def is_mixed(node: fx.Node) -> bool:
             adds = role_of(node.target) is Role.ADDITION
             apart = adds and any(operand.op != "get_attr" and operand not in chosen for operand in node.all_input_nodes)
-            return apart or any(user.target is not requantize_real and user not in chosen for user in node.users)
+            return apart or any(user.target not in _REQUANTIZES and user not in chosen for user in node.users)
 
         while mixed := set(filter(is_mixed, chosen)):
             chosen -= mixed
@@ -417,7 +426,7 @@ class Writer:
         record = PRIMITIVES[node.target]  # type: ignore[index]
         if self.io == "integer" and self._stays_integer(node, record.kind):
             return
-        self.emitter.wide = torch.int32 if node in self.in_int32 else torch.float64
+        self.emitter.wide = torch.int32 if self.in_int32 & {node, *node.all_input_nodes} else torch.float64
         with self.loop.before() if self.loop is not None and node.target is loop.state else nullcontext():
             result = self.emit(node, record)
         if result is None:

@@ -28,13 +28,17 @@ def _width(wide: bool) -> torch.dtype:
 
 
 def _onnx_align_fixed(e: Emitter, input: str | Tensor, multiplier: Tensor, right_shift: Tensor, wide: bool = False) -> str:
-    width = _width(wide)
+    width = e.wide if wide else torch.float32
+    if not width.is_floating_point and not bool(right_shift.any()):
+        return e.node("Mul", e.node("Cast", named(e, input), to=width), e.constant(multiplier, width))
+    exact = _width(wide)
 
     def body(e: Emitter, x: str, factor: str) -> str:
-        return e.node("Floor", e.node("Mul", e.node("Cast", x, to=width), factor))
+        aligned = e.node("Floor", e.node("Mul", e.node("Cast", x, to=exact), factor))
+        return aligned if exact == width else e.node("Cast", aligned, to=width)
 
     name = f"align_fixed_{str(width).removeprefix('torch.')}"
-    return e.call(name, body, named(e, input), e.constant(multiplier.double() * power_of_two(-right_shift), width))
+    return e.call(name, body, named(e, input), e.constant(multiplier.double() * power_of_two(-right_shift), exact))
 
 
 def _bounds_align_fixed(input: Value, multiplier: Value, right_shift: Value, wide: bool = False) -> Range:

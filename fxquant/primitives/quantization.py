@@ -18,6 +18,8 @@ from fxquant.primitives.record import FLOAT64_EXACT, Emitter, Range, Role, Value
 from fxquant.primitives.shape import one_node
 from fxquant.primitives.steps import Op, Writer
 
+Placed = Callable[[Tensor, torch.dtype], str]  # emits what is made of a constant: the constant, or a row of a table that the file looks up
+
 
 def as_float32(e: Emitter, input: str) -> str:
     """Emit a cast of a float tensor to float32, where it has another dtype."""
@@ -264,9 +266,7 @@ def _rounded_half_step(
     return rounded(steps, size, low, high)
 
 
-def _onnx_rounded_fixed(
-    e: Emitter, value: str, shift: Tensor | None, how: Rounded, limit: int, low: int, high: int, dtype: torch.dtype
-) -> str:
+def _onnx_rounded_fixed(e: Emitter, value: str, shift: Tensor | None, how: Rounded, low: int, high: int, dtype: torch.dtype) -> str:
     first = None if shift is None else _first_product(e, value, shift)
     if first is None or first.operator == "Mul":
         value = _as_float(e, value)
@@ -284,9 +284,6 @@ def _onnx_rounded_fixed(
             x = e.node("Floor", x)
         elif not rectified:  # Round changes no integer: it keeps runtimes from multiplying the factor into the weights
             x = e.node("Round", x)
-        if width == torch.float64:
-            x = e.node("Clip", x, e.constant(float(-limit), width), e.constant(float(limit), width))
-            x = e.node("Cast", x, to=torch.float32)
         return how.emit(e, x, constants, torch.iinfo(dtype).min if rectified else low, high, dtype)
 
     name = f"requantize_fixed_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
@@ -315,29 +312,36 @@ def _first_product(e: Emitter, value: str, shift: Tensor) -> _Product:
 
 def _onnx_requantize_fixed(e: Emitter, accumulator: str, shift: Tensor, multiplier: Tensor, right_shift: Tensor, *rest: Any) -> str:
     intermediate_bits, rounding, low, high, dtype = rest
-    width = torch.float64 if e.dtype(accumulator) == torch.float64 else torch.float32
-    limit = 2 ** (intermediate_bits - 1)
+    limit, in_float32 = 2 ** (intermediate_bits - 1), dtype.itemsize == 1 and e.dtype(accumulator) not in (e.wide, torch.float64)
     how = None
-    if dtype.itemsize == 1 and rounding in ("half_up", "floor"):
+    if in_float32 and rounding in ("half_up", "floor"):
         how = _rounded_fixed(multiplier, right_shift, limit, low, high, rounding == "floor")
-    elif dtype.itemsize == 1 and rounding in HALF_STEPS and width == torch.float32:
+    elif in_float32 and rounding in HALF_STEPS:
         how = _rounded_half_step(shift, multiplier, right_shift, limit, low, high, rounding)
     if how is not None:
         floored = rounding not in HALF_STEPS and bool((shift > 0).any())
-        return _onnx_rounded_fixed(e, accumulator, shift if floored else None, how, limit, low, high, dtype)
+        return _onnx_rounded_fixed(e, accumulator, shift if floored else None, how, low, high, dtype)
     return onnx_general_fixed(e, accumulator, shift, multiplier, right_shift, *rest)
 
 
 def onnx_general_fixed(
     e: Emitter, accumulator: str, shift: Tensor, multiplier: Tensor, right_shift: Tensor, intermediate_bits: int, rounding: str, low: int,
-    high: int, dtype: torch.dtype, placed: Callable[[Tensor, torch.dtype], str] | None = None,
+    high: int, dtype: torch.dtype, placed: Placed | None = None,
 ) -> str:  # fmt: skip
-    """Emit `requantize_fixed` operation by operation; `placed` emits what is made of its constants, by default as constants."""
+    """Emit `requantize_fixed` operation by operation; `placed` emits what is made of its constants, by default as constants.
+
+    Products below 2^31 are int32, since OpenVINO computes float64 in float32.
+    """
     placed = placed or e.constant
     width = torch.float64 if e.dtype(accumulator) == torch.float64 else torch.float32
-    limit, value = 2 ** (intermediate_bits - 1), _as_float(e, accumulator)
-    if (intermediate_bits > 24 or rounding in HALF_STEPS) and width == torch.float32:
-        value, width = e.node("Cast", value, to=torch.float64), torch.float64
+    limit = 2 ** (intermediate_bits - 1)
+    half = torch.ones_like(right_shift) << (right_shift - 1).clamp_min(0) if rounding == "half_up" else torch.zeros_like(right_shift)
+    largest = int(limit * multiplier.long().abs().max() + half.long().max())
+    if width == torch.float32 and rounding in ("half_up", "floor") and largest < 2**31 and max(shift.max(), right_shift.max()) < 31:
+        return _onnx_fixed_int32(e, accumulator, (shift, multiplier, half, right_shift), (limit, low, high, dtype), placed)
+    if width == torch.float32 and (intermediate_bits > 24 or rounding in HALF_STEPS or e.dtype(accumulator) == e.wide):
+        width = torch.float64
+    value = accumulator if e.dtype(accumulator) == width else e.node("Cast", accumulator, to=width)
 
     def body(e: Emitter, x: str, first: str, product: str, low: str, high: str, *half: str) -> str:
         bounds = e.constant(float(-limit), width), e.constant(float(limit - 1), width)
@@ -358,6 +362,38 @@ def onnx_general_fixed(
     half = [placed(half_step(shift, multiplier, right_shift, rounding), torch.float64)] if rounding in HALF_STEPS else []
     name = f"requantize_fixed_{intermediate_bits}_{rounding}_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
     return e.call(name, body, value, first, product, *bounds, *half)
+
+
+def _onnx_fixed_int32(
+    e: Emitter, value: str, constants: Sequence[Tensor], limits: tuple[int, int, int, torch.dtype], placed: Placed
+) -> str:
+    """Emit `requantize_fixed` by an int32 product, of an accumulator that is float32, or int32 beyond 2^24."""
+    shift, multiplier, half, right_shift = constants
+    limit, low, high, dtype = limits
+    wide = e.dtype(value) == e.wide
+    value = value if wide else _as_float(e, value)
+
+    def body(e: Emitter, x: str, first: str, multiplier: str, half: str, second: str, *powers: str) -> str:
+        x = onnx_shifted_down(e, x, first, powers[1]) if wide else e.node("Floor", e.node("Mul", x, first))
+        x = e.node("Cast", e.node("Clip", x, e.constant(float(-limit)), e.constant(float(limit - 1))), to=torch.int32)
+        x = onnx_shifted_down(e, e.node("Add", e.node("Mul", x, multiplier), half), second, powers[0])
+        return e.node("Cast", e.node("Clip", x, e.constant(float(low)), e.constant(float(high))), to=dtype)
+
+    powers = [power_of_two(by).to(torch.int32) for by in (right_shift, shift)[: 1 + wide]]
+    reciprocals = [placed(power_of_two(-by), torch.float32) for by in (shift, right_shift)]
+    operands = reciprocals[0], placed(multiplier, torch.int32), placed(half, torch.int32), reciprocals[1]
+    name = f"requantize_fixed_{'wide' if wide else 'float32'}_product_{limit}_{low}_{high}_{str(dtype).removeprefix('torch.')}"
+    return e.call(name, body, value, *operands, *(placed(power, torch.int32) for power in powers))
+
+
+def onnx_shifted_down(e: Emitter, value: str, reciprocal: str, power: str) -> str:
+    """Emit ⌊value / power⌋, float32, of an int32 value and a power of two, int32, with its float32 reciprocal.
+
+    Its cast to float32 is off by up to 64, so that the quotient can be off by one or more; the rest is exact.
+    """
+    quotient = e.node("Floor", e.node("Mul", e.node("Cast", value, to=torch.float32), reciprocal))
+    rest = e.node("Sub", value, e.node("Mul", e.node("Cast", quotient, to=torch.int32), power))
+    return e.node("Add", quotient, e.node("Floor", e.node("Mul", e.node("Cast", rest, to=torch.float32), reciprocal)))
 
 
 def requantized_range(shift: Value, multiplier: Value, right_shift: Value, low: int, high: int, **_: Any) -> Range:
@@ -422,52 +458,36 @@ def requantize_fixed(
     return lower.clamp_(low, high).to(dtype)
 
 
-def _onnx_requantize_real_byte(
-    e: Emitter, accumulator: str, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int
-) -> str:
-    """Emit `requantize_real` to an 8-bit dtype as QuantizeLinear, which rounds, saturates and stores in one operator."""
-    width = e.dtype(accumulator)
-    limited = width not in (torch.float32, torch.int8, torch.uint8, torch.int16) or float(multiplier.max()) * FLOAT32_EXACT > QUOTIENT_LIMIT
-
-    def body(e: Emitter, x: str, multiplier: str, zero: str) -> str:
-        x = x if width == torch.float32 else e.node("Cast", x, to=torch.float32)
-        # The accumulator is an integer, so Round changes nothing: it is a barrier that keeps the runtime from multiplying the
-        # constant into the weights. Relu is a barrier, too, which the runtime fuses into the convolution.
-        x = e.node("Mul", e.node("Relu" if low == 0 else "Round", x), multiplier)
-        if limited:  # beyond the range of int32 not every runtime saturates
-            x = e.node("Clip", x, e.constant(-float(QUOTIENT_LIMIT)), e.constant(float(QUOTIENT_LIMIT)))
-        # OpenVINO adds the zero point before it rounds, and divides by a range of 255 steps: integers it stores as they are.
-        stored = e.node("QuantizeLinear", e.node("Round", x), e.constant(1.0), zero)
-        return clipped(e, stored, torch.iinfo(dtype).min if low == 0 else low + zero_point, high + zero_point, dtype)
-
-    name = f"requantize_real_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}{'_offset' * bool(zero_point)}"
-    return e.call(name, body, accumulator, e.constant(multiplier), e.constant(zero_point, dtype))
-
-
 def _onnx_requantize_real(
     e: Emitter, accumulator: str, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0
 ) -> str:
-    if dtype.itemsize == 1:
-        return _onnx_requantize_real_byte(e, accumulator, multiplier, low, high, dtype, zero_point)
-    return onnx_general_real(e, accumulator, multiplier, low, high, dtype, zero_point)
+    return onnx_placed_real(e, accumulator, multiplier, low, high, dtype, zero_point, e.constant)
 
 
-def onnx_general_real(
-    e: Emitter, accumulator: str, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int,
-    placed: Callable[[Tensor, torch.dtype], str] | None = None,
-) -> str:  # fmt: skip
-    """Emit `requantize_real` operation by operation; `placed` emits its multiplier, by default as a constant."""
-    width = e.dtype(accumulator)
+def onnx_placed_real(
+    e: Emitter, accumulator: str, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int, placed: Placed
+) -> str:
+    """Emit `requantize_real`, whose multiplier `placed` emits; QuantizeLinear saturates and stores 8 bits, other operators more."""
+    width, in_bytes = e.dtype(accumulator), dtype.itemsize == 1
+    limited = width not in (torch.float32, torch.int8, torch.uint8, torch.int16) or float(multiplier.max()) * FLOAT32_EXACT > QUOTIENT_LIMIT
 
-    def body(e: Emitter, x: str, multiplier: str, low: str, high: str, *zero_point: str) -> str:
+    def body(e: Emitter, x: str, multiplier: str, *rest: str) -> str:
         x = x if width == torch.float32 else e.node("Cast", x, to=torch.float32)
-        x = e.node("Mul", e.node("Round", x), multiplier)  # Round as above
-        x = e.node("Clip", e.node("Round", x), low, high)
-        return e.node("Cast", e.node("Add", x, zero_point[0]) if zero_point else x, to=dtype)
+        # The accumulator is an integer, so Round changes nothing: it is a barrier that keeps the runtime from multiplying the
+        # constant into the weights. Relu is a barrier, too, which the runtime fuses into the convolution.
+        x = e.node("Mul", e.node("Relu" if in_bytes and low == 0 else "Round", x), multiplier)
+        if not in_bytes:
+            x = e.node("Clip", e.node("Round", x), *rest[:2])
+            return e.node("Cast", e.node("Add", x, rest[2]) if zero_point else x, to=dtype)
+        if limited:  # beyond the range of int32 not every runtime saturates
+            x = e.node("Clip", x, e.constant(-float(QUOTIENT_LIMIT)), e.constant(float(QUOTIENT_LIMIT)))
+        # OpenVINO adds the zero point before it rounds, and divides by a range of 255 steps: integers it stores as they are.
+        stored = e.node("QuantizeLinear", e.node("Round", x), e.constant(1.0), rest[0])
+        return clipped(e, stored, torch.iinfo(dtype).min if low == 0 else low + zero_point, high + zero_point, dtype)
 
     name = f"requantize_real_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}{'_offset' * bool(zero_point)}"
-    operands = (placed or e.constant)(multiplier, torch.float32), e.constant(float(low)), e.constant(float(high))
-    return e.call(name, body, accumulator, *operands, *offset(e, zero_point))
+    limits = [e.constant(zero_point, dtype)] if in_bytes else [e.constant(float(low)), e.constant(float(high)), *offset(e, zero_point)]
+    return e.call(name, body, accumulator, placed(multiplier, torch.float32), *limits)
 
 
 def real_range(accumulator: Value, multiplier: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Range:

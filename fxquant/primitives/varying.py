@@ -53,8 +53,8 @@ def requantize_fixed_counted(
 
 
 @primitive(
-    lambda e, accumulator, count, multiplier, low, high, dtype, zero_point=0: quantization.onnx_general_real(
-        e, accumulator, multiplier, low, high, dtype, zero_point, placed=_row(e, count)
+    lambda e, accumulator, count, multiplier, low, high, dtype, zero_point=0: quantization.onnx_placed_real(
+        e, accumulator, multiplier, low, high, dtype, zero_point, _row(e, count)
     ),
     bounds=lambda count, accumulator, multiplier, low, high, dtype, zero_point=0: quantization.real_range(
         accumulator, multiplier, low, high, dtype, zero_point
