@@ -63,7 +63,7 @@ class Emitter:
     def __init__(self, functions: dict[str, onnx.FunctionProto] | None, opset: int, scope: str = "", taken: Collection[str] = ()) -> None:
         self.functions = functions
         self.opset = opset
-        self.wide = torch.float64
+        self.wide, self.portable = torch.float64, False
         self.scope = scope
         self.taken = taken
         self.outermost = self.nodes = list[onnx.NodeProto]()  # `nodes` are those of a loop while that is written
@@ -154,7 +154,7 @@ class Emitter:
         if self.functions is None:
             return body(self, *inputs)
         inner = FunctionEmitter(self.functions, self.opset)
-        inner.dtypes, inner.wide = self.dtypes, self.wide
+        inner.dtypes, inner.wide, inner.portable = self.dtypes, self.wide, self.portable
         parameters = [f"input_{index}" for index in range(len(inputs))]
         inner.types.update(zip(parameters, (self.types[value] for value in inputs), strict=True))
         result = body(inner, *parameters)
@@ -304,6 +304,7 @@ class Writer:
     def __init__(self, integer: fx.GraphModule, io: str, opset: int, functions: dict[str, onnx.FunctionProto] | None = None) -> None:
         self.integer, self.io, self.opset = integer, io, opset
         self.emitter = Emitter(functions, opset, taken={node.name for node in integer.graph.nodes})
+        self.emitter.portable = self.style == "exact"
         self.inputs: list[onnx.ValueInfoProto] = []
         self.values: dict[fx.Node, Any] = {}  # names of values, or constant tensors
         self.tensors: dict[str, dict[str, Any]] = {}
@@ -320,6 +321,7 @@ class Writer:
     def in_int32(self) -> set[fx.Node]:
         """Return sums and products that are int32 beyond 24 bits too, since what reads them requantizes them, or adds such ones."""
         nodes = [node for node in self.integer.graph.nodes if node.op == "call_function" and role_of(node.target) in _WIDE]
+        nodes = nodes if self.emitter.portable or has_kernels(self.integer) else []
         chosen = {node for node in nodes if len(node.args) > 1 and fact(node).dtype == torch.int32 and _may_be_wide(node)}
 
         def is_mixed(node: fx.Node) -> bool:

@@ -330,14 +330,15 @@ def onnx_general_fixed(
 ) -> str:  # fmt: skip
     """Emit `requantize_fixed` operation by operation; `placed` emits what is made of its constants, by default as constants.
 
-    Products below 2^31 are int32, since OpenVINO computes float64 in float32.
+    Products below 2^31 are int32 in a portable file, and float64, which takes fewer operators, in another.
     """
     placed = placed or e.constant
     width = torch.float64 if e.dtype(accumulator) == torch.float64 else torch.float32
     limit = 2 ** (intermediate_bits - 1)
     half = torch.ones_like(right_shift) << (right_shift - 1).clamp_min(0) if rounding == "half_up" else torch.zeros_like(right_shift)
     largest = int(limit * multiplier.long().abs().max() + half.long().max())
-    if width == torch.float32 and rounding in ("half_up", "floor") and largest < 2**31 and max(shift.max(), right_shift.max()) < 31:
+    fits = largest < 2**31 and max(int(shift.max()), int(right_shift.max())) < 31
+    if e.portable and fits and width == torch.float32 and rounding in ("half_up", "floor"):
         return _onnx_fixed_int32(e, accumulator, (shift, multiplier, half, right_shift), (limit, low, high, dtype), placed)
     if width == torch.float32 and (intermediate_bits > 24 or rounding in HALF_STEPS or e.dtype(accumulator) == e.wide):
         width = torch.float64

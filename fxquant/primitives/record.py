@@ -148,6 +148,7 @@ class Emitter(Protocol):
     """The ONNX writer that a primitive's `onnx` function receives. Values are names (str); constants are torch tensors."""
 
     opset: int  # the version of the standard operators
+    portable: bool  # whether several runtimes read the file, of which some compute float64 in float32; else onnxruntime alone
     wide: torch.dtype  # of products and sums beyond 24 bits: float64, or int32 where their readers cast to float32, or add
 
     def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
