@@ -13,17 +13,21 @@ import pytest
 import fxquant as fxq
 from benchmarks import runtimes
 from fxquant.backends.onnx import runtime
+from tests.counts.measures import compiled
+from tests.counts.networks import NETWORKS
 from tests.shared.onnx_files import assert_verified, batch, known
 
 OTHERS = list(runtime.OTHER_RUNTIMES)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
+@pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_file_has_equal_bits_in_another_runtime(name: str, target: str, tmp_path: Path) -> None:
+def test_a_file_has_equal_bits_in_another_runtime(name: str, network: str, target: str, tmp_path: Path) -> None:
     pytest.importorskip(name if name != "iree" else "iree.compiler", reason=f"the package {name} is not installed")
-    integer = known("residual", target)
-    report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx", "exact"), [batch(3), 9 * batch(1)], runtime=name)
+    known = compiled(network, target)
+    report = fxq.verify(known.integer, fxq.export_onnx(known.integer, tmp_path / "model.onnx", "exact"), [known.batch], runtime=name)
     assert report, str(report)
     assert report.pairs == [f"integer = {name}"]
 
