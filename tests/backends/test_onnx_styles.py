@@ -40,6 +40,10 @@ def test_weights_beside_the_file(style: str, tmp_path: Path) -> None:
     plain = fxq.export_onnx(integer, tmp_path / "plain.onnx", style=style)
     assert plain.stat().st_size - path.stat().st_size > 2000
     assert torch.equal(run(path, batch())[0], run(plain, batch())[0])
+    one, two = read(path), read(plain)
+    described = [node for node in integer.graph.nodes if qparams(node) is not None]  # float operators have no inner tensors
+    assert [row.name for row in one.rows] == [node.name for node in described if style != "qdq" or not is_inner(node)]
+    assert {name: value.tolist() for name, value in one.tensors.items()} == {name: value.tolist() for name, value in two.tensors.items()}
     if style == "qdq":
         report = fxq.verify(integer, path, [batch(3, seed=3)])
         assert max(output.largest for outputs in report.outputs.values() for output in outputs) <= 3  # type: ignore[attr-defined]
@@ -47,32 +51,18 @@ def test_weights_beside_the_file(style: str, tmp_path: Path) -> None:
         assert len(assert_verified(integer, path).pairs) == 5
 
 
-@pytest.mark.nightly
-@every_style
-def test_files_with_weights_beside_them_can_be_inspected(style: str, tmp_path: Path) -> None:
-    integer = known("concatenation")
-    one, two = (read(fxq.export_onnx(integer, tmp_path / f"{beside}.onnx", style=style, external_data=beside)) for beside in (True, False))
-    described = [node for node in integer.graph.nodes if qparams(node) is not None]  # float operators have no inner tensors
-    assert [row.name for row in one.rows] == [node.name for node in described if style != "qdq" or not is_inner(node)]
-    assert {name: value.tolist() for name, value in one.tensors.items()} == {name: value.tolist() for name, value in two.tensors.items()}
-
-
 def test_a_model_that_is_too_large_for_one_file_gets_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "LARGEST_FILE", 3000)
     exported(known("linear"), tmp_path / "model.onnx")
     assert (tmp_path / "model.onnx.data").exists()
+    monkeypatch.chdir(tmp_path)  # where the model is written is where the program runs
+    exported(known("silu"), Path("model.onnx"), style="exact", external_data=True)  # which replaces both
     with pytest.raises(fxq.errors.ExportError, match="cannot be one file"):
         fxq.export_onnx(known("linear"), tmp_path / "one.onnx", external_data=False)
     assert not list(tmp_path.glob("one.onnx*"))
     monkeypatch.undo()
     fxq.export_onnx(known("linear"), tmp_path / "one.onnx", external_data=False)
     assert not (tmp_path / "one.onnx.data").exists()
-
-
-def test_weights_beside_the_file_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # where the model is written is where the program runs
-    for name in ("linear", "silu"):
-        exported(known(name), Path("model.onnx"), style="exact", external_data=True)
 
 
 @pytest.mark.parametrize(
