@@ -15,7 +15,6 @@ qdq     for other compilers: each operator in float, between QuantizeLinear and 
         the `onnx` form of the operator's record, or as its primitives if these only move elements, or as PyTorch's export of its
         function. This style is not exact; `verify` measures its error and never reports it as equal.
 
-Float operators are written by PyTorch's exporter (`float_export`), all of a model in one call. Norms, attentions, simple functions and
-movements are written by `direct`, since the exporter takes seconds for each call. `segments` writes each segment of a model as a
-separate file. `metadata` documents a file's metadata.
+Float operators are written by PyTorch's exporter (`float_export`), all of a model in one call; `replacements` has those that it cannot
+write, made of others. `segments` writes each segment of a model as a separate file. `metadata` documents a file's metadata.
 """

@@ -23,7 +23,7 @@ import torch
 from onnx import helper
 from torch import Tensor, fx
 
-from fxquant.backends.onnx.direct import Direct, Plan, is_size, replacement
+from fxquant.backends.onnx.replacements import replacement
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner, values_read
 from fxquant.errors import ExportError
 from fxquant.ir import graph as facts
@@ -63,20 +63,6 @@ class FloatRegions:
                 home[node] = home.get(whole, runs[-1])  # type: ignore[arg-type]
                 home[node].append(node)
         self.regions = {run[0]: region_of(integer, run) for run in runs if run}
-        self.plans: dict[fx.Node, list[tuple[fx.Node, Plan]] | None] = {}
-        if self.regions:
-            self.direct = Direct(integer, opset)
-            self.plans = self._plans()
-
-    def _plans(self) -> dict[fx.Node, list[tuple[fx.Node, Plan]] | None]:
-        """Return, by each region's first node, the plan to write it without the exporter; None if it needs the exporter."""
-        plans = {first: self.direct.plans(region.nodes, region.outputs) for first, region in self.regions.items()}
-        planned = {node for first, region in self.regions.items() if plans[first] is not None for node in region.nodes}
-        for first, region in reversed(self.regions.items()):
-            if any(is_size(node) and not planned.issuperset(node.users) for node in region.outputs):
-                plans[first] = None
-                planned.difference_update(region.nodes)
-        return plans
 
     def emit(self, node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> None:
         """Append the region that begins with this node; later nodes of it append nothing. A size or a pick is appended by itself."""
@@ -91,9 +77,6 @@ class FloatRegions:
             return
         for value in filter(is_pick, region.inputs):
             emit_pick(value, emitter, values)
-        if (plans := self.plans[node]) is not None:
-            self.direct.emit(plans, region.outputs, emitter, values)
-            return
         if region.key not in self.exported:
             self._export_together()
         if region.key not in self.exported:
@@ -104,7 +87,7 @@ class FloatRegions:
 
     def _export_together(self) -> None:
         """Fill `exported` with all regions' models by one call of the exporter; if that fails, leave it and do not try again."""
-        pending = {region.key: region for first, region in self.regions.items() if self.plans[first] is None}
+        pending = {region.key: region for region in self.regions.values()}
         if self.tried or len(pending) < 2 or self.opset < OLDEST_OPSET:  # in an old opset each model is compared by itself
             return
         self.tried = True

@@ -25,7 +25,6 @@ WORDS = {
     ("fxquant.passes.floating", "softmax"),
     ("fxquant.ops.core.places", "view"),
     ("fxquant.passes.canonical", "pad"),
-    ("fxquant.backends.onnx.direct", "view"),
     ("fxquant.ir.functional", "__getitem__"),
     # words for an argument of PyTorch: `rounding_mode`, `mode`, `reduce`, and the kinds of recurrent layers
     ("fxquant.ops.elementwise.arithmetic", "floor"),
