@@ -26,11 +26,11 @@ OTHERS = list(runtime.OTHER_RUNTIMES)
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_file_has_equal_bits_in_another_runtime(name: str, network: str, target: str, tmp_path: Path) -> None:
     pytest.importorskip(name if name != "iree" else "iree.compiler", reason=f"the package {name} is not installed")
-    known = compiled(network, target)
-    path = fxq.export_onnx(known.integer, tmp_path / "model.onnx", "exact")
+    built = compiled(network, target)
+    path = fxq.export_onnx(built.integer, tmp_path / "model.onnx", "exact")
     scale = next(iter(fxq.export.onnx_metadata(path)["tensors"].values()))["scale"]
-    on_grid = (known.batch / scale).round() * scale  # OpenVINO multiplies inputs by a reciprocal, which is off next to ties
-    report = fxq.verify(known.integer, path, [on_grid], runtime=name)
+    on_grid = (built.batch / scale).round() * scale  # OpenVINO multiplies inputs by a reciprocal, which is off next to ties
+    report = fxq.verify(built.integer, path, [on_grid], runtime=name)
     assert report, str(report)
     assert report.pairs == [f"integer = {name}"]
 
