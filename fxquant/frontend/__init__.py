@@ -36,6 +36,7 @@ from fxquant.frontend.result import (
     build,
     lost_parameters,
     moved_by_forward,
+    note_fixed,
     note_state,
     random_by_forward,
     untrained_here,
@@ -53,7 +54,7 @@ _TraceAt = Callable[..., Handler]  # `record` of one model: inputs and settings
 
 __all__ = [
     "FloatModel", "InputCheck", "assumptions", "attach_call_hooks", "default_leaf", "float_model", "inputs_of_file", "is_traced",
-    "moved_by_forward", "random_by_forward", "trace", "untrained_here", "wrap",
+    "moved_by_forward", "note_fixed", "random_by_forward", "trace", "untrained_here", "wrap",
 ]  # fmt: skip
 
 

@@ -263,9 +263,7 @@ def evaluate(evaluator: Evaluator, name: str, function: Callable[..., Any], args
     return outcome
 
 
-def _run(
-    evaluator: Evaluator, name: str, function: Callable[..., Any], args: Any, kwargs: Any, arguments: Arguments, key: Any
-) -> Outcome:
+def _run(evaluator: Evaluator, name: str, function: Callable[..., Any], args: Any, kwargs: Any, arguments: Arguments, key: Any) -> Outcome:
     fake = arguments.fake
     if fake and name in READS_CONTENT:
         refuse_data(name)

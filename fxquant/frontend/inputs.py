@@ -648,10 +648,12 @@ class InputCheck:
                     if size != expected_size:
                         why = expected.fixed.get(dim)
                         because = f"{self._made_with(expected)}, and dimension {dim} is fixed" + (f": {why}" if why else "")
-                        remedy = (
-                            f"pass an input of size {expected_size} there, or change that line" if why else "pass an input of that form, or let "
-                            f"the size vary: prepare(…, dynamic_shapes=…), with a torch.export.Dim for dimension {dim} of {expected.name}"
-                        )
+                        remedy = f"pass an input of size {expected_size} there, or change that line"
+                        if not why:
+                            remedy = (
+                                "pass an input of that form, or let the size vary: prepare(…, dynamic_shapes=…), with a torch.export.Dim "
+                                f"for dimension {dim} of {expected.name}"
+                            )
                         self._refuse(expected, f"dimension {dim} has size {size}", because, remedy)
                     continue
                 name, smallest, largest, step = expected.others.get(dim, (BATCH, 0, size, 1))
@@ -739,5 +741,7 @@ def note_sizes(node: fx.Node, leaf: int, sizes: Sizes) -> None:
     notes(node).update({f"{FIXED}{dim}": other.why for other in sizes.fixed for at, dim in other.dims if at == leaf})
     places = [(dim, other) for other in sizes.others for at, dim in other.dims if at == leaf]
     if places:
-        entries = (f"{dim}:{other.name}:{other.smallest}:{other.largest}:{other.step}" for dim, other in places)
-        notes(node)[graph.SIZES] = " ".join(entries)
+        notes(node)[graph.SIZES] = " ".join(
+            f"{dim}:{other.name}:{other.smallest}:{other.largest}:{other.step}" + f":{other.example}" * (other.example != other.reference)
+            for dim, other in places
+        )
