@@ -25,7 +25,7 @@ from fxquant.frontend.entry import LOST_GRADIENTS, float_model, is_traced, lost_
 from fxquant.frontend.environment import with_backward_hooks
 from fxquant.frontend.fake import Evaluator
 from fxquant.frontend.handler import Handler, default_leaf, leaf_rule
-from fxquant.frontend.inputs import ExampleInputs, InputCheck, VaryingSize, bind_inputs
+from fxquant.frontend.inputs import ExampleInputs, InputCheck, VaryingSize, bind_inputs, note_sizes
 from fxquant.frontend.onnx_files import FloatModel
 from fxquant.frontend.onnx_files import example_inputs as inputs_of_file
 from fxquant.frontend.opaque import wrap
@@ -145,6 +145,8 @@ def _at_sizes_that_vary(inputs: ExampleInputs, trace_at: _TraceAt, check: bool) 
             kept = tuple(size for size in sizes if size is not unasked[-1])
         why = f"{outcome.because} ({outcome.at})"
         inputs = inputs.varying(*kept, fixed=[(size, why) for size in sizes if size.name not in {each.name for each in kept}])
+    for node in outcome[1].graph.find_nodes(op="placeholder"):  # traces in other steps have the same graph
+        note_sizes(node, inputs.names.index(str(node.target)), outcome[0].sizes)
     return outcome
 
 

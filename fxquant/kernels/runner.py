@@ -162,7 +162,7 @@ class Runner:
             candidate = next((each for each in self.source() if each.name == name), None)
             matched = None if candidate is None else candidate.match(node)
             match = matched if isinstance(matched, Match) else None
-            key = (node.name, _proved_for(sizes, node, () if match is None else match.reads))
+            key = (model.graph, node.name, _proved_for(sizes, node, () if match is None else match.reads))
             if key not in self.chosen:
                 if candidate is None or match is None:
                     refused = {"": "its pattern is not there any more"}
