@@ -19,10 +19,22 @@ from fxquant.errors import ConfigurationError
 from fxquant.frontend import FloatModel, attach_call_hooks, moved_by_forward, note_fixed, random_by_forward, trace, untrained_here
 from fxquant.frontend.inputs import input_check, sizes_that_differ
 from fxquant.ir.carried import SETTINGS, refuse_changes
-from fxquant.ir.graph import TensorFact, copy_parameters, fact, module_path, noise, sizes_of_input, source, stage_of, varies_beyond_batch
+from fxquant.ir.graph import (
+    TensorFact,
+    copy_parameters,
+    fact,
+    module_path,
+    noise,
+    refusal,
+    sizes_of_input,
+    source,
+    stage_of,
+    varies_beyond_batch,
+)
 from fxquant.ir.integer import set_channel_exponents
 from fxquant.ir.model import CALLS, RUNNER, Model, autocast_off, collection_paused, dress_carried
 from fxquant.kernels.runner import Runner
+from fxquant.ops import operator_of
 from fxquant.ops.elementwise.activation import dropout
 from fxquant.options import DEFAULTS, Options
 from fxquant.passes import CONVERT, PREPARE
@@ -175,7 +187,9 @@ def _worse_where_sizes_vary(prepared: fx.GraphModule) -> dict[str, str]:
         node = nodes[layer.name]
         if not any(varies_beyond_batch(fact(each)) for each in (node, *node.all_input_nodes)):
             continue
-        if layer in left_in_float((layer,)):
+        operator = operator_of(node)
+        refused = operator is not None and operator.refuses(node, operator.arguments(node)) is not None
+        if (refused or refusal(node) is not None) and left_in_float((layer,)):
             worse[layer.name] = f"{layer.operator} would stay in float, since {layer.reason} ({layer.source})"
         elif layer.operator == "mean" and target.arithmetic.rescales_by_layers:
             worse[layer.name] = f"{layer.operator} is a layer of its size on {target.name} ({layer.source})"

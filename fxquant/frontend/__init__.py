@@ -23,7 +23,6 @@ from torch import fx, nn
 from fxquant.errors import FxQuantError, TraceError
 from fxquant.frontend.entry import LOST_GRADIENTS, float_model, is_traced, lost_gradients, note_batch_limits
 from fxquant.frontend.environment import with_backward_hooks
-from fxquant.frontend.fake import Evaluator
 from fxquant.frontend.handler import Handler, default_leaf, leaf_rule
 from fxquant.frontend.inputs import ExampleInputs, InputCheck, VaryingSize, bind_inputs, note_sizes
 from fxquant.frontend.onnx_files import FloatModel
@@ -130,7 +129,6 @@ def _at_sizes_that_vary(inputs: ExampleInputs, trace_at: _TraceAt, check: bool) 
 
     Without a name that the user gave, a size that cannot vary is fixed, or has a smaller maximum; else raises TraceError.
     """
-    trace_at = functools.partial(trace_at, evaluator=Evaluator())  # what one attempt has evaluated, the next ones need not
     while isinstance(outcome := _in_steps(inputs, trace_at, check), FxQuantError):
         sizes = inputs.sizes.others
         unasked = [size for size in sizes if not size.asked]
@@ -143,7 +141,7 @@ def _at_sizes_that_vary(inputs: ExampleInputs, trace_at: _TraceAt, check: bool) 
         kept = _that_hold(inputs, outcome, trace_at, check)
         if kept == sizes:  # they fail together
             kept = tuple(size for size in sizes if size is not unasked[-1])
-        why = f"{outcome.because} ({outcome.at})"
+        why = outcome.because + f" ({outcome.at})" * bool(outcome.at)
         inputs = inputs.varying(*kept, fixed=[(size, why) for size in sizes if size.name not in {each.name for each in kept}])
     for node in outcome[1].graph.find_nodes(op="placeholder"):  # traces in other steps have the same graph
         note_sizes(node, inputs.names.index(str(node.target)), outcome[0].sizes)
@@ -160,7 +158,7 @@ def _that_hold(inputs: ExampleInputs, error: FxQuantError, trace_at: _TraceAt, c
         if error.reached is None:  # two traces differ
             return isinstance(_in_steps(alone, trace_at, check), FxQuantError)
         try:
-            trace_at(alone, until=error.reached)
+            trace_at(replace(alone, until=error.reached))
         except FxQuantError:
             return True
         return False

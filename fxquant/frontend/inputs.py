@@ -7,7 +7,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError, TraceError
 from fxquant.frontend.entry import BatchLimits, noted_limits
+from fxquant.frontend.fake import Evaluator
 from fxquant.frontend.handler import new_graph
 from fxquant.ir import graph
 from fxquant.ir.graph import BatchDim, TensorFact, unusual_kind
@@ -444,7 +445,7 @@ def _refuse(because: str) -> NoReturn:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExampleInputs:
     """The arguments of one forward call."""
 
@@ -454,6 +455,8 @@ class ExampleInputs:
     sizes: Sizes  # which sizes of the leaves vary
     signature: list[list[Any]]  # the call signature of forward
     renamed: dict[str, str]  # the user's names of inputs whose names generated code cannot use, by placeholder name
+    evaluator: Evaluator = field(default_factory=Evaluator)  # of all traces: what one has evaluated, the next ones need not
+    until: int | None = None  # the number of operations after which a trace ends, without an output
 
     def arguments(self, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments with other tensors, by placeholder name."""

@@ -302,15 +302,19 @@ class _PlainTree:
         return plain
 
 
+def _inputs_noted(module: fx.GraphModule) -> list[str]:
+    facts = {node.target: graph.fact(node) for node in module.graph.find_nodes(op="placeholder")}
+    return [f"input {name} is {fact}: sizes that are numbers are fixed" for name, fact in facts.items() if isinstance(fact, TensorFact)]
+
+
 def _noted(module: fx.GraphModule, model: nn.Module, called: set[Any], beside: set[Any]) -> list[str]:
     """Return notes on inputs, on layers that alone are in train mode, as for Monte Carlo dropout, and on parameters without readers."""
-    inputs = [(node.target, graph.fact(node)) for node in module.graph.find_nodes(op="placeholder")]
     training = [path for path, layer in model.named_modules() if layer.training and path in called and not model.training]
     used = beside | {node.target for node in module.graph.nodes if node.op == "get_attr"}
     inside = tuple(f"{owner}." for owner in beside | {node.target for node in module.graph.nodes if node.op == "call_module"})
     names = [name for name, _ in module.named_parameters() if name not in used and not name.startswith(inside)]
     return [
-        *(f"input {name} is {fact}: every size but B is fixed" for name, fact in inputs if isinstance(fact, TensorFact)),
+        *_inputs_noted(module),
         *(f"{path} is in train mode, and the model is not: it was traced in eval mode" for path in training),
         *(f"parameter {name} is not used by the graph" for name in names),
     ]
@@ -356,7 +360,8 @@ def note_fixed(fixed: fx.GraphModule, traced: fx.GraphModule, why: str) -> None:
         for dim, (name, *_) in sizes_of_input(before).items():
             notes(node)[f"{FIXED}{dim}"] = why
             sizes[name] = f"{name} of the inputs is fixed to {shape_of(node)[dim]}: {why}"
-    fixed.meta[_ASSUMPTIONS] = [*assumptions(fixed), *sizes.values()]
+    others = [text for text in assumptions(fixed) if text not in _inputs_noted(traced)]
+    fixed.meta[_ASSUMPTIONS] = [*sizes.values(), *others, *_inputs_noted(fixed)]
     attach_call_hooks(fixed)
 
 

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from fxquant.errors import FxQuantError, TraceError
 from fxquant.frontend.entry import noted_limits
 from fxquant.frontend.environment import Snapshot, prepared_environment, raised_in, source_of_error, undisturbed
-from fxquant.frontend.fake import Evaluator
 from fxquant.frontend.handler import Ended, Handler, LeafRule, ModuleCalls
 from fxquant.frontend.inputs import ExampleInputs, note_sizes
 from fxquant.frontend.state import NOTHING_MOVED, Draws, MovedState
@@ -227,7 +226,6 @@ class _Mode(TorchFunctionMode):
 def record(
     model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, qconfigs: Mapping[str, Any] = MappingProxyType({}), *, again: bool = False,
     training: bool = False, modes: Mapping[str, bool] = MappingProxyType({}), random: MovedState = NOTHING_MOVED,
-    evaluator: Evaluator | None = None, until: int | None = None,
 ) -> Handler:  # fmt: skip
     """Trace a model in eval mode, or with its own Python in train mode; return the handler, with its graph. The model is not changed.
 
@@ -235,16 +233,13 @@ def record(
     again     trace at two other batch sizes, for comparison, and without source lines
     modes     source line -> whether its operations have gradients in train mode, if eval mode differs
     random    what is random in train mode: noise modules, and attention calls with dropout
-    evaluator  that of earlier traces of the model, whose results are used again
-    until     the number of operations after which the trace ends, without an output; an error of a first trace has it as `reached`
     """
     snapshot = Snapshot(model, training=training)
     batches = (*RETRACE_SIZES, *BATCH_SIZES) if again else (*BATCH_SIZES, *RETRACE_SIZES)
     batch, others = int(inputs.batch is not None), bool(inputs.sizes.others)
-    evaluator = evaluator or Evaluator()
-    evaluator.points = (0, batch, 2 if others else batch)
-    handler = Handler(snapshot, evaluator, batches, _run.__code__, locate=not again)
-    handler.until = until
+    inputs.evaluator.points = (0, batch, 2 if others else batch)
+    handler = Handler(snapshot, inputs.evaluator, batches, _run.__code__, locate=not again)
+    handler.until = inputs.until
     handler.gradients.modes, handler.random, numbers = modes, random, Draws(snapshot, _run.__code__)
     sizes = [{other.name: other.reference for other in inputs.sizes.others}] * 2
     sizes.append({other.name: other.another if again else other.largest for other in inputs.sizes.others})
