@@ -213,7 +213,7 @@ def _moves(node: fx.Node) -> bool:
 
 
 def _elements(node: fx.Node) -> int:
-    """Return the product of a tensor's sizes in the example, without those of the batch: elements per sample; 0 if no tensor."""
+    """Return the product of a tensor's sizes in the example, without sizes of the batch: elements per sample, 0 if no tensor."""
     node_fact = facts.fact(node)
     sizes = node_fact.shape if isinstance(node_fact, TensorFact) else (0,)
     return math.prod(at_point(size, 0) for size in sizes if isinstance(size, int) or not size.coefficient)

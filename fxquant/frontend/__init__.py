@@ -77,20 +77,26 @@ def trace(model: FloatModel, example_inputs: Any = None, *, options: Options = D
         trace_at = functools.partial(record, model, leaf=leaf_rule(options.leaf, model), random=state)
         qconfigs = attached_qconfigs(model)
         inputs, recording = _at_sizes_that_vary(inputs, functools.partial(trace_at, qconfigs=qconfigs), check)
+        finish = functools.partial(_finished, model, trace_at=trace_at, qconfigs=qconfigs, check=check, options=options)
+        unasked = [size for size in inputs.sizes.others if not size.asked]
+        try:
+            traced, recording = finish(inputs, recording)
+        except TraceError as error:
+            if not unasked:
+                raise
+            inputs = inputs.with_fixed(unasked, error)  # as where a branch of forward is for small images alone
+            traced, recording = finish(inputs, trace_at(inputs, qconfigs=qconfigs))
+        note_state(traced, state, recording, lost_parameters(traced, inputs, state))
         for size in inputs.sizes.fixed if options.dynamic_shapes is not None else ():
             logger.warning("%s", size.sentence)
-        traced, recording = _traced(model, inputs, recording, trace_at, qconfigs, check=check, options=options)
-        if check:
-            compare_with_model(model, traced, inputs)
-        note_state(traced, state, recording, lost_parameters(traced, inputs, state))
     return traced
 
 
-def _traced(
+def _finished(
     model: nn.Module, inputs: ExampleInputs, recording: Handler, trace_at: _TraceAt, qconfigs: Mapping[str, Any], *, check: bool,
     options: Options,
 ) -> tuple[fx.GraphModule, Handler]:  # fmt: skip
-    """Return the graph module of a trace, and the trace that it is made of in the end."""
+    """Return the graph module of a trace, compared with the model, and the trace that it is made of in the end."""
     hooked = with_backward_hooks(model)
     if hooked:
         logger.warning(
@@ -106,7 +112,7 @@ def _traced(
     if inputs.batch is not None:
         note_batch_limits(recording.graph, inputs.batch)
     for size in inputs.sizes.fixed:
-        recording.note(size.sentence)
+        recording.notes[size.sentence] = None
     branch = None
     if options.training_branch:
         training = trace_at(inputs, training=True)
@@ -118,6 +124,8 @@ def _traced(
         traced.meta[LOST_GRADIENTS] = lost_gradients(model)
     if qconfigs:
         traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules
+    if check:
+        compare_with_model(model, traced, inputs)
     return traced, recording
 
 
@@ -141,15 +149,15 @@ def _at_sizes_that_vary(inputs: ExampleInputs, trace_at: _TraceAt, check: bool) 
         kept = _that_hold(inputs, outcome, trace_at, check)
         if kept == sizes:  # they fail together
             kept = tuple(size for size in sizes if size is not unasked[-1])
-        why = outcome.because + f" ({outcome.at})" * bool(outcome.at)
-        inputs = inputs.varying(*kept, fixed=[(size, why) for size in sizes if size.name not in {each.name for each in kept}])
+        names_kept = {size.name for size in kept}
+        inputs = inputs.varying(*kept).with_fixed([size for size in sizes if size.name not in names_kept], outcome)
     for node in outcome[1].graph.find_nodes(op="placeholder"):  # traces in other steps have the same graph
         note_sizes(node, inputs.names.index(str(node.target)), outcome[0].sizes)
     return outcome
 
 
 def _that_hold(inputs: ExampleInputs, error: FxQuantError, trace_at: _TraceAt, check: bool) -> tuple[VaryingSize, ...]:
-    """Return the sizes that do not fail by themselves where all of them do, each with the largest maximum, of halves, that holds."""
+    """Return the sizes that do not fail by themselves where all sizes together do, each with the largest maximum, of halves, that holds."""
 
     def fails(size: VaryingSize) -> bool:
         if size.reference == size.largest:  # there is no other size

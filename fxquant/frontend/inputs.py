@@ -16,7 +16,7 @@ from torch.export import Dim
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
-from fxquant.errors import ConfigurationError, TraceError
+from fxquant.errors import ConfigurationError, FxQuantError, TraceError
 from fxquant.frontend.entry import BatchLimits, noted_limits
 from fxquant.frontend.fake import Evaluator
 from fxquant.frontend.handler import new_graph
@@ -473,10 +473,16 @@ class ExampleInputs:
         """The batch size of the example; None if it is not to vary."""
         return next((int(leaf.shape[axis]) for leaf, axis in zip(self.leaves, self.sizes.batch, strict=True) if axis is not None), None)
 
-    def varying(self, *others: VaryingSize, fixed: Sequence[tuple[VaryingSize, str]] = ()) -> ExampleInputs:
-        """Return a copy in which the sizes `others` vary besides the batch, and no more; those in `fixed` cannot, for these reasons."""
-        reasons = [replace(size, why=why) for size, why in fixed]
-        return replace(self, sizes=replace(self.sizes, others=others, fixed=(*self.sizes.fixed, *reasons)))
+    def varying(self, *others: VaryingSize) -> ExampleInputs:
+        """Return a copy in which the sizes `others` vary besides the batch, and no more."""
+        return replace(self, sizes=replace(self.sizes, others=others))
+
+    def with_fixed(self, sizes: Sequence[VaryingSize], error: FxQuantError) -> ExampleInputs:
+        """Return a copy in which these sizes do not vary, because of an error."""
+        why = error.because + f" ({error.at})" * bool(error.at)
+        others = tuple(other for other in self.sizes.others if other not in sizes)
+        fixed = (*self.sizes.fixed, *(replace(size, why=why) for size in sizes))
+        return replace(self, sizes=replace(self.sizes, others=others, fixed=fixed))
 
     def fixed(self) -> ExampleInputs:
         """Return these inputs with every size fixed."""

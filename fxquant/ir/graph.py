@@ -171,7 +171,7 @@ def _noted_sizes(node: fx.Node) -> Iterator[re.Match[str]]:
 
 
 def example_of_input(node: fx.Node) -> torch.Tensor | None:
-    """Return a tensor without data of an input's sizes in the example, in a batch of any size; None if the input is no tensor."""
+    """Return a tensor without data of an input's sizes in the example, in a batch of any size; None for an input that is not a tensor."""
     if not isinstance(fact(node), TensorFact):
         return None
     sizes = [at_point(size, 0) for size in shape_of(node)]

@@ -183,7 +183,7 @@ def test_every_size_that_a_model_leaves_open_varies_by_default(name: str, tmp_pa
         prepared = fxq.prepare(model, batches[0], "x86")
     assert recorded.call_count == traces
     assert str(fact(next(iter(prepared.graph.nodes)))) == f"f32[B,{sizes}]"
-    assert "is fixed to" not in caplog.text  # it is no warning, where nobody asked
+    assert "is fixed to" not in caplog.text  # nobody asked, so nothing warns
     fxq.calibrate(prepared, batches)
     integer = fxq.convert(prepared)
     assert fxq.verify(prepared, integer, batches)
