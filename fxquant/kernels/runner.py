@@ -88,7 +88,7 @@ class Runner:
             return None
         if not isinstance(entry, Program):
             with torch.inference_mode(False), torch.no_grad(), autocast_off():
-                if any(map(_depends_on_sizes, model.graph.nodes)) and not bodies(model.graph):
+                if any(map(depends_on_sizes, model.graph.nodes)) and not bodies(model.graph):
                     inputs = [each and torch.empty_strided(*each[:2], dtype=each[2]).zero_() for each in key]
                     recorder = _Recorder(self.fix(model, inputs))
                     recorder.run(*inputs)
@@ -177,7 +177,7 @@ class Runner:
         return Program(model, layouts, forms, {node: chosen[node] for node, _ in fused if node in chosen})
 
 
-def _depends_on_sizes(node: fx.Node) -> bool:
+def depends_on_sizes(node: fx.Node) -> bool:
     """Return whether a primitive has constants instead, where sizes are numbers."""
     record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
     return record is not None and (record.fixed is not None or reads_sizes(node))
