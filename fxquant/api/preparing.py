@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from fxquant.analysis.explain import Findings, broken_limits, findings, summary
 from fxquant.analysis.layers import layers, left_in_float
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import FloatModel, attach_call_hooks, moved_by_forward, note_fixed, random_by_forward, trace, untrained_here
-from fxquant.frontend.inputs import input_check, sizes_that_differ
+from fxquant.frontend.inputs import OPEN, input_check, sizes_that_differ
 from fxquant.ir.carried import SETTINGS, refuse_changes
 from fxquant.ir.graph import (
     TensorFact,
@@ -45,7 +46,7 @@ from fxquant.prepared.batches import example_inputs as inputs_of_batch
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.hooks import attach_hooks
 from fxquant.prepared.operators import quantized_operators
-from fxquant.prepared.sizes import at_example_sizes, with_fixed_sizes
+from fxquant.prepared.sizes import with_fixed_sizes
 from fxquant.prepared.stage import Stage, quantized_operator
 from fxquant.prepared.undo import Snapshot, having, inside_operators, tensors_of
 from fxquant.quantization.spec import DEFAULT, QConfig, QConfigMapping, State, as_mapping, attached_qconfigs
@@ -99,7 +100,12 @@ def prepare(
     traced = trace(model, example_inputs, options=options)
     with collection_paused(), autocast_off(), torch.inference_mode(False):  # the result can be trained, in whatever mode it was created
         context = Context(chosen, mapping, options, dial.debug)
-        prepared = _with_open_sizes(traced, lambda graph: _prepare(graph, context, pipeline, until, dial), options)
+        prepared = _with_open_sizes(
+            traced,
+            partial(_batch_alone, model, example_inputs, options),
+            lambda graph: _prepare(graph, context, pipeline, until, dial),
+            options,
+        )
         if observations is not None:
             _restore(prepared, observations)
         return prepared
@@ -160,21 +166,28 @@ def _prepare(traced: fx.GraphModule, context: Context, passes: Sequence[Pass], u
     return prepared
 
 
-def _with_open_sizes(traced: fx.GraphModule, prepare: Callable[[fx.GraphModule], fx.GraphModule], options: Options) -> fx.GraphModule:
-    """Return what `prepare` makes of a graph, or of the graph at the example's sizes, where an operator is better on the target there.
+def _with_open_sizes(
+    traced: fx.GraphModule, at_one_size: Callable[[], fx.GraphModule], prepare: Callable[[fx.GraphModule], fx.GraphModule], options: Options
+) -> fx.GraphModule:
+    """Return what `prepare` makes of a graph, or of the graph `at_one_size`, the example's, where an operator is better there.
 
     Sizes that the user asked for vary in any case.
     """
     prepared = prepare(traced)
-    worse = _worse_where_sizes_vary(prepared) if options.dynamic_shapes is None else {}
+    worse = _worse_where_sizes_vary(prepared) if options.dynamic_shapes == OPEN else {}
     if worse:
-        fixed = prepare(at_example_sizes(traced))
+        fixed = prepare(at_one_size())
         still = {layer.name for layer in left_in_float(layers(fixed))}
         why = next((why for name, why in worse.items() if name not in still), None)
         if why is not None:
             note_fixed(fixed, traced, why)
             return fixed
     return prepared
+
+
+def _batch_alone(model: FloatModel, example_inputs: Any, options: Options) -> fx.GraphModule:
+    """Return the graph of a model in which no size varies but the batch."""
+    return trace(model, example_inputs, options=replace(options, dynamic_shapes=None))
 
 
 def _worse_where_sizes_vary(prepared: fx.GraphModule) -> dict[str, str]:
@@ -269,7 +282,12 @@ def check(
     with collection_paused(), autocast_off():
         # Fusion comes first: a target's limits are about the operators it runs.
         context = Context(chosen, mapping, options)
-        annotated = _with_open_sizes(traced, lambda graph: _prepare(graph, context, PREPARE, "boundary.insert", Dial(0, None)), options)
+        annotated = _with_open_sizes(
+            traced,
+            partial(_batch_alone, model, example_inputs, options),
+            lambda graph: _prepare(graph, context, PREPARE, "boundary.insert", Dial(0, None)),
+            options,
+        )
     return findings(annotated, chosen)
 
 

@@ -215,6 +215,7 @@ def _names(form: Form) -> Iterator[str]:
 _HINT = type(Dim.AUTO)
 _FORMS = "a tuple by argument, or a dict by name: options=fxq.Options(dynamic_shapes=({0: 'batch', 2: torch.export.Dim('height')},))"
 BATCH = "batch"
+OPEN = "open"  # what `dynamic_shapes` is where every size varies that the model leaves open
 # The largest size, where none is declared: sums along it are proved to fit up to there.
 TIMES_THE_EXAMPLE, LEAST_LARGEST = 4, 512
 
@@ -290,15 +291,19 @@ class Sizes:
 def sizes_that_vary(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Sizes:
     """Return which sizes of the flattened arguments vary.
 
-    With `dynamic_shapes=None` it is each that can vary; the batch is dimension 0 of every tensor whose size there is that of the first
-    tensor. Otherwise it is each dimension that `dynamic_shapes` marks by a Dim, a name, Dim.AUTO or Dim.DYNAMIC; others are fixed.
+    With `dynamic_shapes=None` it is the batch alone: dimension 0 of every tensor whose size there is that of the first tensor. With OPEN
+    it is each that can vary besides. Otherwise it is each dimension that `dynamic_shapes` marks by a Dim, a name, Dim.AUTO or Dim.DYNAMIC;
+    other dimensions are fixed.
 
     Raises ConfigurationError for `dynamic_shapes` of another form.
     """
     leaves = pytree.tree_leaves((list(args), dict(kwargs)))
-    if dynamic_shapes is None:
+    if dynamic_shapes is None or isinstance(dynamic_shapes, str):
+        if dynamic_shapes not in (None, OPEN):
+            _refuse(f"it is {dynamic_shapes!r}, and the only word is {OPEN!r}")
         first = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
-        return _sizes(leaves, [_every_size(leaf, first) for leaf in leaves])
+        marks = [_every_size(leaf, first) for leaf in leaves]
+        return _sizes(leaves, marks if dynamic_shapes else [[mark for mark in each if mark[1] is BATCH] for each in marks])
     if dynamic_shapes is False or (isinstance(dynamic_shapes, dict) and not dynamic_shapes):
         return Sizes((None,) * len(leaves))
     if isinstance(dynamic_shapes, torch.export.ShapesCollection | torch.export.AdditionalInputs):

@@ -18,7 +18,7 @@ from fxquant.frontend.state import MovedState, Place, overrides_train, own_param
 from fxquant.frontend.tracer import ReturnForm, nest_of, rebuilt, return_form, same_tensor, set_form
 from fxquant.ir import graph
 from fxquant.ir.carried import SETTINGS, Carried
-from fxquant.ir.graph import Interpreter, TensorFact, attach, model_meta, own_names, shape_of, sizes_of_input
+from fxquant.ir.graph import Interpreter, TensorFact, attach, model_meta, own_names, shape_of, sizes_of_input, varies_beyond_batch
 from fxquant.ir.integer import Reference, notes
 from fxquant.ir.model import CALLS, CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT_IN_EVAL, Model, free_name, replace_graph
 from fxquant.numerics.rounding import GradientRule
@@ -304,7 +304,11 @@ class _PlainTree:
 
 def _inputs_noted(module: fx.GraphModule) -> list[str]:
     facts = {node.target: graph.fact(node) for node in module.graph.find_nodes(op="placeholder")}
-    return [f"input {name} is {fact}: sizes that are numbers are fixed" for name, fact in facts.items() if isinstance(fact, TensorFact)]
+    return [
+        f"input {name} is {fact}: {'sizes that are numbers are' if varies_beyond_batch(fact) else 'every size but B is'} fixed"
+        for name, fact in facts.items()
+        if isinstance(fact, TensorFact)
+    ]
 
 
 def _noted(module: fx.GraphModule, model: nn.Module, called: set[Any], beside: set[Any]) -> list[str]:

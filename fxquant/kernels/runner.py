@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import BatchDim, Interpreter, fact, own, reads_sizes
+from fxquant.ir.graph import BatchDim, Interpreter, fact, is_python, own, reads_sizes
 from fxquant.ir.integer import kernel
 from fxquant.ir.loops import bodies
 from fxquant.ir.model import autocast_off
@@ -88,7 +88,8 @@ class Runner:
             return None
         if not isinstance(entry, Program):
             with torch.inference_mode(False), torch.no_grad(), autocast_off():
-                if any(map(depends_on_sizes, model.graph.nodes)) and not bodies(model.graph):
+                nodes = model.graph.nodes
+                if any(map(depends_on_sizes, nodes)) and not bodies(model.graph) and not any(map(is_python, nodes)):
                     inputs = [each and torch.empty_strided(*each[:2], dtype=each[2]).zero_() for each in key]
                     recorder = _Recorder(self.fix(model, inputs))
                     recorder.run(*inputs)

@@ -174,7 +174,7 @@ def nest(size: int = 3) -> dict[str, Any]:
 
 
 FORMS: dict[str, tuple[Any, list[str]]] = {
-    "None": (None, ["B,3≤512,2≤512", "B,3≤512,2≤512", "B,1,2≤512", "1,3≤512,2≤512"]),
+    "None": (None, ["B,3,2", "B,3,2", "B,1,2", "1,3,2"]),
     "nothing": ({}, ["5,3,2", "5,3,2", "5,1,2", "1,3,2"]),
     "named": ({"x": {1: BATCH}, "pair": ({1: BATCH}, None), "named": {"y": {1: BATCH}}}, ["5,B,2", "5,B,2", "5,1,2", "1,B,2"]),
     "in order": (({1: BATCH}, ({1: BATCH}, None), {"y": {1: BATCH}}, None), ["5,B,2", "5,B,2", "5,1,2", "1,B,2"]),

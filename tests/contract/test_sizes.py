@@ -163,7 +163,8 @@ def test_a_model_of_one_size_has_the_bits_of_that_of_many(name: str, tmp_path: P
             fxq.export.export_c(model, tmp_path / "model.c")
 
 
-# ---- what varies by default -------------------------------------------------------------------------------------------
+# ---- what varies where a model leaves it open -------------------------------------------------------------------------
+ALL_OPEN = fxq.Options(dynamic_shapes="open")
 OPEN: dict[str, tuple[str, list[tuple[int, ...]], int]] = {
     "ResNet": ("3,16≤512,16≤512", [(1, 3, 20, 36)], 6),
     "U-Net": ("3,16≤512,16≤512", [(3, 3, 24, 32)], 9),
@@ -175,12 +176,12 @@ OPEN: dict[str, tuple[str, list[tuple[int, ...]], int]] = {
 
 
 @pytest.mark.parametrize("name", OPEN)
-def test_every_size_that_a_model_leaves_open_varies_by_default(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_size_that_a_model_leaves_open_varies(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sizes, others, traces = OPEN[name]
     model, batch = built(name)
     batches = [batch[:2], *map(torch.randn, others)]
     with mock.patch("fxquant.frontend.record", wraps=frontend.record) as recorded:
-        prepared = fxq.prepare(model, batches[0], "x86")
+        prepared = fxq.prepare(model, batches[0], "x86", options=ALL_OPEN)
     assert recorded.call_count == traces
     assert str(fact(next(iter(prepared.graph.nodes)))) == f"f32[B,{sizes}]"
     assert "is fixed to" not in caplog.text  # nobody asked, so nothing warns
@@ -200,7 +201,7 @@ def test_every_size_that_a_model_leaves_open_varies_by_default(name: str, tmp_pa
 def test_kernels_take_the_constants_of_the_sizes_that_they_run_at(name: str) -> None:
     model, batch = built(name)
     x = batch[:, :, :24, :16]
-    integer = fxq.convert(fxq.calibrate(fxq.prepare(model, batch, "x86"), [batch, x]))
+    integer = fxq.convert(fxq.calibrate(fxq.prepare(model, batch, "x86", options=ALL_OPEN), [batch, x]))
     fixed = fxq.convert(fxq.calibrate(fxq.prepare(model, x, "x86", options=fxq.Options(dynamic_shapes={})), [x]))
     alone = [[each.layer.name for each in operator_runs(run(each, x)) if not each.fast] for each in (integer, fixed)]
     assert alone[0] == alone[1]
@@ -219,9 +220,9 @@ WORSE: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, int, str]] = {
 
 
 @pytest.mark.parametrize("name", WORSE)
-def test_a_size_is_fixed_by_default_where_an_operator_would_be_worse(name: str) -> None:
+def test_a_size_is_fixed_where_an_operator_would_be_worse(name: str) -> None:
     body, target, size, because = WORSE[name]
-    prepared = fxq.prepare(Network(body, first=nn.Conv2d(3, 4, 3)).eval(), torch.randn(1, 3, size, size), target)
+    prepared = fxq.prepare(Network(body, first=nn.Conv2d(3, 4, 3)).eval(), torch.randn(1, 3, size, size), target, options=ALL_OPEN)
     assert not left_in_float(fxq.inspect.layers(prepared))
     assert f"size_2 of the inputs is fixed to {size}: {because}" in fxq.explain(prepared)
     with pytest.raises(ConfigurationError, match=f"dimension 3 is fixed: {because}"):
