@@ -13,10 +13,10 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant import frontend
 from fxquant.analysis.explain import operator_runs
 from fxquant.analysis.layers import left_in_float
 from fxquant.errors import CalibrationError, ConfigurationError, ExportError, TraceError
+from fxquant.frontend.tracer import record
 from fxquant.ir.graph import fact
 from fxquant.ops.sampling import resize
 from fxquant.primitives import varying
@@ -180,7 +180,7 @@ def test_every_size_that_a_model_leaves_open_varies(name: str, tmp_path: Path, c
     sizes, others, traces = OPEN[name]
     model, batch = built(name)
     batches = [batch[:2], *map(torch.randn, others)]
-    with mock.patch("fxquant.frontend.record", wraps=frontend.record) as recorded:
+    with mock.patch("fxquant.frontend.record", wraps=record) as recorded:
         prepared = fxq.prepare(model, batches[0], "x86", options=ALL_OPEN)
     assert recorded.call_count == traces
     assert str(fact(next(iter(prepared.graph.nodes)))) == f"f32[B,{sizes}]"
