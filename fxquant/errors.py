@@ -36,7 +36,10 @@ class FxQuantError(Exception):
     node     the graph node it is about (its source line and module path are printed), or None
     because  the reason
     remedy   what the user can do now
+    reached  of an error of the first trace at some sizes: how many operations were begun before it
     """
+
+    reached: int | None = None
 
     def __init__(
         self, what: str, *, because: str, remedy: str, node: Located | None = None, at: str | None = None, module: str | None = None

@@ -21,7 +21,7 @@ from fxquant import ops
 from fxquant.analysis.explain import Limits
 from fxquant.analysis.measures import Site
 from fxquant.ir import graph as facts
-from fxquant.ir.graph import TensorFact
+from fxquant.ir.graph import TensorFact, at_point
 from fxquant.numerics.grids import EVERYTHING
 from fxquant.ops import Fixed, Operator, Own, Trait
 from fxquant.ops.elementwise.activation import clamp
@@ -213,9 +213,10 @@ def _moves(node: fx.Node) -> bool:
 
 
 def _elements(node: fx.Node) -> int:
-    """Return the product of a tensor's sizes, without sizes that depend on the batch: elements per sample; 0 if it is not a tensor."""
+    """Return the product of a tensor's sizes in the example, without sizes of the batch: elements per sample, 0 if no tensor."""
     node_fact = facts.fact(node)
-    return math.prod(size for size in node_fact.shape if isinstance(size, int)) if isinstance(node_fact, TensorFact) else 0
+    sizes = node_fact.shape if isinstance(node_fact, TensorFact) else (0,)
+    return math.prod(at_point(size, 0) for size in sizes if isinstance(size, int) or not size.coefficient)
 
 
 def _is_function(node: fx.Node, context: Context) -> bool:

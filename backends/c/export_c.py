@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from fxquant.backends.c import forms
 from fxquant.backends.c.program import C_TYPES, FOLDER, WIDTH, Program, Value, comment, identifier, number, pool_name
 from fxquant.errors import ConfigurationError
-from fxquant.frontend.entry import noted_limits, require_one_size
-from fxquant.prepared.sizes import unrolled
+from fxquant.frontend.entry import noted_limits
+from fxquant.prepared.sizes import at_example_sizes, unrolled
 from fxquant.prepared.stage import require_integer
 from fxquant.support.arguments import checked
 from fxquant.support.files import Content, write_files
@@ -49,8 +49,9 @@ def export_c(integer: fx.GraphModule, path: str | os.PathLike[str], *, batch_siz
         ./net input.raw output.raw
 
     The function takes and returns what the integer model does, with the same bits, as contiguous arrays: float, int64_t, or uint8_t for
-    booleans. A batch has `batch_size` rows. Numbers and None among the outputs are left out. Memory is static: nothing is allocated, and
-    two calls cannot run at once. The function returns 1 if an input indexes an element that does not exist or divides by 0, else 0.
+    booleans. A batch has `batch_size` rows, and its other sizes are the example's. Numbers and None among the outputs are left out. Memory
+    is static: nothing is allocated, and two calls cannot run at once. The function returns 1 if an input indexes an element that does not
+    exist or divides by 0, else 0.
 
     external_data  True writes weights and tables to `net.data`, which `net_load(path)` reads (and net_main.c, in the current folder), in
                    the byte order of the machine that wrote it; False writes them into the source; by default up to 4 MB are.
@@ -63,7 +64,7 @@ def export_c(integer: fx.GraphModule, path: str | os.PathLike[str], *, batch_siz
     """
     path = Path(path)
     _check(integer, path, batch_size)
-    program = Program(unrolled(integer), batch_size)
+    program = Program(unrolled(at_example_sizes(integer)), batch_size)
     name = identifier(path.stem) or "model"
     name = f"x{name}" if name[0].isdigit() else name
     nbytes = sum(value.constant.nbytes for value in program.arrays if value.constant is not None)
@@ -81,7 +82,6 @@ def export_c(integer: fx.GraphModule, path: str | os.PathLike[str], *, batch_siz
 
 def _check(integer: fx.GraphModule, path: Path, batch_size: int) -> None:
     require_integer(integer)
-    require_one_size(integer, "a C program")
     if path.suffix != ".c" or not re.fullmatch(r"[\w .+-]+", path.stem):
         because = "header and main lie in the same folder and are named after it, and the source names them"
         remedy = "pass one like net.c, of letters, digits, and any of _ . + -"

@@ -18,13 +18,12 @@ from fxquant.analysis.recording import returned
 from fxquant.backends.onnx.export import check_arguments, save_models
 from fxquant.backends.onnx.horizon import CALIBRATED_OPSET, OPSET, CalibratedWriter, HorizonWriter, fixed_shape, float_nodes, turn_outputs
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.frontend.entry import require_one_size
 from fxquant.ir.graph import TensorFact, fact, source
 from fxquant.ir.integer import QParams, operation, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME
 from fxquant.ops.elementwise.activation import clamp
-from fxquant.prepared.sizes import unrolled
+from fxquant.prepared.sizes import at_example_sizes, unrolled
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.quantization import dequantize
 from fxquant.support import logger
@@ -207,8 +206,7 @@ def export_horizon(
     the range of its grid.
     """
     check_arguments(integer, "qdq", "float", OPSET)
-    require_one_size(integer, "a BPU's program")
-    integer = unrolled(integer)
+    integer = unrolled(at_example_sizes(integer))
     target = integer.meta["target"]
     check_march(target)
     if options.core_num > 1 and target.name == "bayes-e":

@@ -20,7 +20,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import Interpreter, TensorFact, computes_tensor, fact, is_deployed, nodes_in, stage_of
 from fxquant.ir.integer import QParams, channel_exponents, kernel, zero_point
 from fxquant.ir.model import RUNNER
-from fxquant.kernels.runner import Runner, runs_here
+from fxquant.kernels.runner import Runner, depends_on_sizes, runs_here
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops import Trait
 from fxquant.prepared.batches import model_inputs
@@ -197,7 +197,8 @@ class KernelForm(GraphForm):
     def __init__(self, model: fx.GraphModule, runner: Runner) -> None:
         super().__init__(model)
         self.runner, self.label = runner, "kernels"
-        self.tensors = {node.name: PRIMITIVE_KINDS[PRIMITIVES[node.target].kind] for node in model.graph.nodes if kernel(node) is not None}
+        computed = [node for node in model.graph.nodes if kernel(node) is not None or depends_on_sizes(node)]
+        self.tensors = {node.name: PRIMITIVE_KINDS[PRIMITIVES[node.target].kind] for node in computed}
 
     def run(self, inputs: Sequence[Any], selection: Wanted) -> Values:
         if not runs_here(inputs):

@@ -13,17 +13,15 @@ from fxquant.accuracy.observations import Observations
 from fxquant.accuracy.states import follow_unseen
 from fxquant.analysis.explain import explain
 from fxquant.analysis.text import text
-from fxquant.api.preparing import convert, run_with_kernels
+from fxquant.api.preparing import convert, find_kernels, run_with_kernels
 from fxquant.backends.onnx.metadata import LAYOUTS
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import is_traced, trace
 from fxquant.frontend.entry import with_fixed_batch
 from fxquant.ir.graph import is_deployed, stage_of
 from fxquant.ir.model import look_at_constants
-from fxquant.passes import CONVERT
-from fxquant.pipeline import Context, Dial, run
+from fxquant.prepared.sizes import at_example_sizes
 from fxquant.prepared.stage import Stage
-from fxquant.quantization.spec import QConfigMapping
 from fxquant.serialization import load_file, save_model, save_observations
 from fxquant.support.arguments import FOLDER, PATH, POSITIVE, checked
 from fxquant.support.files import write_files
@@ -72,8 +70,8 @@ def export_onnx(
            read. Several runtimes read no functions (OpenVINO, RKNN), and ONNX's version converter loses them.
     example_inputs the inputs for tracing a float model that is not traced yet
     batch_size     the fixed number of rows of a batch, for compilers that need every size: each input, output and inner value has a
-           fixed shape, as if the model was traced with `dynamic_shapes={}`, and `verify` takes batches of this size. By default the batch
-           is dynamic if the model was traced so.
+           fixed shape, the example's, as if the model was traced with `dynamic_shapes={}`, and `verify` takes batches of this size. By
+           default every size is dynamic that varies in the model.
     runtime        what "auto" is for: "onnxruntime", as it is here ("fast" for every target), or "openvino", "tvm" or "iree" ("exact")
 
     A prepared model is written with the current weights and scales, as fxq.convert(model) would be: its grids are in the file's
@@ -100,13 +98,13 @@ def export_onnx(
             remedy = "pass example_inputs=, or what fxq.convert returns if the integer model was meant"
             raise ConfigurationError("a float model cannot be exported without example inputs", because=because, remedy=remedy)
         traced = trace(model, example_inputs)
-        return export_float(traced if batch_size is None else with_fixed_batch(traced, batch_size), path, options)
+        return export_float(traced if batch_size is None else with_fixed_batch(at_example_sizes(traced), batch_size), path, options)
     if example_inputs is not None:
         raise ConfigurationError(
             "example_inputs mean nothing here", because="a prepared and an integer model are graphs already", remedy="leave them out"
         )
     if batch_size is not None and isinstance(model, fx.GraphModule) and is_deployed(model):
-        model = with_fixed_batch(model, batch_size)
+        model = with_fixed_batch(at_example_sizes(model), batch_size)
     return export_integer(model, path, style, io, options)  # type: ignore[arg-type]
 
 
@@ -137,8 +135,7 @@ def load(path: str | os.PathLike[str], *, kernels: str = "auto") -> Any:
     """
     loaded = load_file(path, backends.get)
     if kernels == "auto" and isinstance(loaded, fx.GraphModule) and is_deployed(loaded):
-        fused = [step for step in CONVERT if step.reaches is Stage.FUSED]
-        run(loaded, fused, Context(loaded.meta["target"], QConfigMapping(), kernels=backends.kernels()), Dial(0, None))
+        find_kernels(loaded)
         run_with_kernels(loaded)
     elif isinstance(loaded, fx.GraphModule):
         follow_unseen(loaded)

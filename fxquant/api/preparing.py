@@ -1,8 +1,9 @@
 """Prepare a float model, check it before, calibrate it, and convert it to integers."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,27 @@ from fxquant.accuracy.observations import Observations, restore
 from fxquant.accuracy.states import out_of_calibration, require_prepared, set_state
 from fxquant.accuracy.step import Run
 from fxquant.analysis.explain import Findings, broken_limits, findings, summary
-from fxquant.analysis.layers import layers
+from fxquant.analysis.layers import layers, left_in_float
 from fxquant.errors import ConfigurationError
-from fxquant.frontend import FloatModel, attach_call_hooks, moved_by_forward, random_by_forward, trace, untrained_here
-from fxquant.frontend.inputs import input_check, sizes_that_differ
+from fxquant.frontend import FloatModel, attach_call_hooks, moved_by_forward, note_fixed, random_by_forward, trace, untrained_here
+from fxquant.frontend.inputs import OPEN, input_check, sizes_that_differ
 from fxquant.ir.carried import SETTINGS, refuse_changes
-from fxquant.ir.graph import TensorFact, copy_parameters, fact, module_path, noise, source, stage_of
+from fxquant.ir.graph import (
+    TensorFact,
+    copy_parameters,
+    fact,
+    module_path,
+    noise,
+    refusal,
+    sizes_of_input,
+    source,
+    stage_of,
+    varies_beyond_batch,
+)
 from fxquant.ir.integer import set_channel_exponents
 from fxquant.ir.model import CALLS, RUNNER, Model, autocast_off, collection_paused, dress_carried
 from fxquant.kernels.runner import Runner
+from fxquant.ops import operator_of
 from fxquant.ops.elementwise.activation import dropout
 from fxquant.options import DEFAULTS, Options
 from fxquant.passes import CONVERT, PREPARE
@@ -86,7 +99,13 @@ def prepare(
     dial = Dial.of(options)
     traced = trace(model, example_inputs, options=options)
     with collection_paused(), autocast_off(), torch.inference_mode(False):  # the result can be trained, in whatever mode it was created
-        prepared = _prepare(traced, Context(chosen, mapping, options, dial.debug), pipeline, until, dial)
+        context = Context(chosen, mapping, options, dial.debug)
+        prepared = _with_open_sizes(
+            traced,
+            partial(_batch_alone, model, example_inputs, options),
+            lambda graph: _prepare(graph, context, pipeline, until, dial),
+            options,
+        )
         if observations is not None:
             _restore(prepared, observations)
         return prepared
@@ -145,6 +164,49 @@ def _prepare(traced: fx.GraphModule, context: Context, passes: Sequence[Pass], u
             prepared.meta["lost_gradients"] = [*prepared.meta.get("lost_gradients", ()), *told]
         attach_hooks(prepared, traced.graph)
     return prepared
+
+
+def _with_open_sizes(
+    traced: fx.GraphModule, at_one_size: Callable[[], fx.GraphModule], prepare: Callable[[fx.GraphModule], fx.GraphModule], options: Options
+) -> fx.GraphModule:
+    """Return what `prepare` makes of a graph, or of the graph `at_one_size`, the example's, where an operator is better there.
+
+    Sizes that the user asked for vary in any case.
+    """
+    prepared = prepare(traced)
+    worse = _worse_where_sizes_vary(prepared) if options.dynamic_shapes == OPEN else {}
+    if worse:
+        fixed = prepare(at_one_size())
+        still = {layer.name for layer in left_in_float(layers(fixed))}
+        why = next((why for name, why in worse.items() if name not in still), None)
+        if why is not None:
+            note_fixed(fixed, traced, why)
+            return fixed
+    return prepared
+
+
+def _batch_alone(model: FloatModel, example_inputs: Any, options: Options) -> fx.GraphModule:
+    """Return the graph of a model in which no size varies but the batch."""
+    return trace(model, example_inputs, options=replace(options, dynamic_shapes=None))
+
+
+def _worse_where_sizes_vary(prepared: fx.GraphModule) -> dict[str, str]:
+    """Return the operators that may be worse since sizes besides the batch vary, by name, each with the reason: in float, or no layer."""
+    nodes, target = {node.name: node for node in prepared.graph.nodes}, prepared.meta["target"]
+    if not any(map(sizes_of_input, prepared.graph.find_nodes(op="placeholder"))):
+        return {}
+    worse = {}
+    for layer in layers(prepared):
+        node = nodes[layer.name]
+        if not any(varies_beyond_batch(fact(each)) for each in (node, *node.all_input_nodes)):
+            continue
+        operator = operator_of(node)
+        refused = operator is not None and operator.refuses(node, operator.arguments(node)) is not None
+        if (refused or refusal(node) is not None) and left_in_float((layer,)):
+            worse[layer.name] = f"{layer.operator} would stay in float, since {layer.reason} ({layer.source})"
+        elif layer.operator == "mean" and target.arithmetic.rescales_by_layers:
+            worse[layer.name] = f"{layer.operator} is a layer of its size on {target.name} ({layer.source})"
+    return worse
 
 
 def _apart_in_training(prepared: fx.GraphModule) -> list[str]:
@@ -219,7 +281,13 @@ def check(
     traced = trace(model, example_inputs, options=options)
     with collection_paused(), autocast_off():
         # Fusion comes first: a target's limits are about the operators it runs.
-        annotated = _prepare(traced, Context(chosen, mapping, options), PREPARE, "boundary.insert", Dial(0, None))
+        context = Context(chosen, mapping, options)
+        annotated = _with_open_sizes(
+            traced,
+            partial(_batch_alone, model, example_inputs, options),
+            lambda graph: _prepare(graph, context, PREPARE, "boundary.insert", Dial(0, None)),
+            options,
+        )
     return findings(annotated, chosen)
 
 
@@ -300,6 +368,8 @@ def at_sizes(model: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
     inputs = model_inputs(model, example_inputs, finite=False)
     input_check(model)(model, tuple(inputs), {})
     fixed = with_fixed_sizes(model, inputs)
+    if stage_of(fixed) == Stage.FUSED.name:
+        find_kernels(fixed)
     attach_call_hooks(fixed)
     return fixed
 
@@ -351,4 +421,17 @@ def convert(
 def run_with_kernels(integer: fx.GraphModule) -> None:
     """Let a fused model run with the kernels that are admitted on this machine."""
     if integer.meta["stage"] == Stage.FUSED.name:
-        integer.__dict__[RUNNER] = Runner(backends.kernels)
+        integer.__dict__[RUNNER] = Runner(backends.kernels, fixed_with_kernels)
+
+
+def fixed_with_kernels(model: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """Return a fused model at the sizes of `inputs`, with the same tensors and the kernels that take constants of these sizes."""
+    fixed = with_fixed_sizes(model, inputs, copy.copy)
+    find_kernels(fixed)
+    return fixed
+
+
+def find_kernels(integer: fx.GraphModule) -> None:
+    """Note the kernels of this machine on a graph of primitives."""
+    fused = [step for step in CONVERT if step.reaches is Stage.FUSED]
+    run(integer, fused, Context(integer.meta["target"], QConfigMapping(), kernels=backends.kernels()), Dial(0, None))

@@ -12,6 +12,7 @@ stays. The modules are identities until `gradients.attach` restores them between
 tensors: a custom function runs once more in float, for the context that its backward needs. `integer.lower` drops all of them.
 """
 
+import bisect
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,7 +24,7 @@ from fxquant.errors import FxQuantError, TraceError
 from fxquant.frontend.entry import LOST_GRADIENTS, float_model, is_traced, lost_gradients, note_batch_limits
 from fxquant.frontend.environment import with_backward_hooks
 from fxquant.frontend.handler import Handler, default_leaf, leaf_rule
-from fxquant.frontend.inputs import ExampleInputs, InputCheck, VaryingSize, bind_inputs
+from fxquant.frontend.inputs import OPEN, ExampleInputs, InputCheck, VaryingSize, bind_inputs, note_sizes
 from fxquant.frontend.onnx_files import FloatModel
 from fxquant.frontend.onnx_files import example_inputs as inputs_of_file
 from fxquant.frontend.opaque import wrap
@@ -34,6 +35,7 @@ from fxquant.frontend.result import (
     build,
     lost_parameters,
     moved_by_forward,
+    note_fixed,
     note_state,
     random_by_forward,
     untrained_here,
@@ -51,7 +53,7 @@ _TraceAt = Callable[..., Handler]  # `record` of one model: inputs and settings
 
 __all__ = [
     "FloatModel", "InputCheck", "assumptions", "attach_call_hooks", "default_leaf", "float_model", "inputs_of_file", "is_traced",
-    "moved_by_forward", "random_by_forward", "trace", "untrained_here", "wrap",
+    "moved_by_forward", "note_fixed", "random_by_forward", "trace", "untrained_here", "wrap",
 ]  # fmt: skip
 
 
@@ -75,18 +77,26 @@ def trace(model: FloatModel, example_inputs: Any = None, *, options: Options = D
         trace_at = functools.partial(record, model, leaf=leaf_rule(options.leaf, model), random=state)
         qconfigs = attached_qconfigs(model)
         inputs, recording = _at_sizes_that_vary(inputs, functools.partial(trace_at, qconfigs=qconfigs), check)
-        traced, recording = _traced(model, inputs, recording, trace_at, qconfigs, check=check, options=options)
-        if check:
-            compare_with_model(model, traced, inputs)
+        finish = functools.partial(_finished, model, trace_at=trace_at, qconfigs=qconfigs, check=check, options=options)
+        unasked = [size for size in inputs.sizes.others if not size.asked]
+        try:
+            traced, recording = finish(inputs, recording)
+        except TraceError as error:
+            if not unasked:
+                raise
+            inputs = inputs.with_fixed(unasked, error)  # as where a branch of forward is for small images alone
+            traced, recording = finish(inputs, trace_at(inputs, qconfigs=qconfigs))
         note_state(traced, state, recording, lost_parameters(traced, inputs, state))
+        for size in inputs.sizes.fixed if options.dynamic_shapes != OPEN else ():
+            logger.warning("%s", size.sentence)
     return traced
 
 
-def _traced(
+def _finished(
     model: nn.Module, inputs: ExampleInputs, recording: Handler, trace_at: _TraceAt, qconfigs: Mapping[str, Any], *, check: bool,
     options: Options,
 ) -> tuple[fx.GraphModule, Handler]:  # fmt: skip
-    """Return the graph module of a trace, and the trace that it is made of in the end."""
+    """Return the graph module of a trace, compared with the model, and the trace that it is made of in the end."""
     hooked = with_backward_hooks(model)
     if hooked:
         logger.warning(
@@ -101,6 +111,8 @@ def _traced(
         recording = trace_at(inputs, qconfigs=qconfigs, modes=modes)
     if inputs.batch is not None:
         note_batch_limits(recording.graph, inputs.batch)
+    for size in inputs.sizes.fixed:
+        recording.notes[size.sentence] = None
     branch = None
     if options.training_branch:
         training = trace_at(inputs, training=True)
@@ -112,56 +124,89 @@ def _traced(
         traced.meta[LOST_GRADIENTS] = lost_gradients(model)
     if qconfigs:
         traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules
+    if check:
+        compare_with_model(model, traced, inputs)
     return traced, recording
 
 
-STEPS = (1, 2, 4, 8, 16, 32, 64)  # tried in this order: a model that halves an image five times may need multiples of 32
+STEPS = (2, 4, 8, 16, 32, 64)  # a model that halves an image five times may need multiples of 32
 
 
 def _at_sizes_that_vary(inputs: ExampleInputs, trace_at: _TraceAt, check: bool) -> tuple[ExampleInputs, Handler]:
     """Trace the model with every size that can vary, in the smallest common step; return the inputs with these sizes, and the trace.
 
-    Without a name that the user gave, a size that cannot vary is fixed, with a warning, or has a smaller maximum; else raises TraceError.
+    Without a name that the user gave, a size that cannot vary is fixed, or has a smaller maximum; else raises TraceError.
     """
-    others = inputs.sizes.others
-    outcome = _in_steps(inputs, others, trace_at, check)
-    if isinstance(outcome, FxQuantError) and not all(other.asked for other in others):
-        kept: list[VaryingSize] = [other for other in others if other.asked]
-        for other in (each for each in others if not each.asked):
-            least = max(other.example, other.smallest + 1)  # a table of positions may end here
-            while isinstance(attempt := _in_steps(inputs, (*kept, other), trace_at, check), FxQuantError) and other.largest > least:
-                other = replace(other, largest=max(other.largest // 2, least))
-            if isinstance(attempt, FxQuantError):
-                logger.warning("%s of the inputs is fixed to %d: %s (%s)", other.name, other.example, attempt.because, attempt.at)
-            else:
-                outcome, kept = attempt, [*kept, other]
-        if isinstance(outcome, FxQuantError):
-            outcome = _in_steps(inputs, tuple(kept), trace_at, check)
-    if isinstance(outcome, FxQuantError):
-        names = ", ".join(other.name for other in others)
-        largest = ", ".join(f"{other.name} = {other.largest}" for other in others)
-        because = f"{outcome.because}; it was traced with {largest}, and in steps of up to {STEPS[-1]}"
-        remedy = "change that line, or leave the size out of dynamic_shapes, which fixes it"
-        raise TraceError(f"the model does not hold for every {names}", at=outcome.at, because=because, remedy=remedy) from outcome
+    while isinstance(outcome := _in_steps(inputs, trace_at, check), FxQuantError):
+        sizes = inputs.sizes.others
+        unasked = [size for size in sizes if not size.asked]
+        if not unasked:
+            names = ", ".join(size.name for size in sizes)
+            largest = ", ".join(f"{size.name} = {size.largest}" for size in sizes)
+            because = f"{outcome.because}; it was traced with {largest}, and in steps of up to {STEPS[-1]}"
+            remedy = "change that line, or leave the size out of dynamic_shapes, which fixes it"
+            raise TraceError(f"the model does not hold for every {names}", at=outcome.at, because=because, remedy=remedy) from outcome
+        kept = _that_hold(inputs, outcome, trace_at, check)
+        if kept == sizes:  # they fail together
+            kept = tuple(size for size in sizes if size is not unasked[-1])
+        names_kept = {size.name for size in kept}
+        inputs = inputs.varying(*kept).with_fixed([size for size in sizes if size.name not in names_kept], outcome)
+    for node in outcome[1].graph.find_nodes(op="placeholder"):  # traces in other steps have the same graph
+        note_sizes(node, inputs.names.index(str(node.target)), outcome[0].sizes)
     return outcome
 
 
-def _in_steps(
-    inputs: ExampleInputs, others: tuple[VaryingSize, ...], trace_at: _TraceAt, check: bool
-) -> tuple[ExampleInputs, Handler] | FxQuantError:
-    """Trace the model with the sizes `others`, in the smallest step that succeeds; return inputs and trace, or the error of step 1."""
-    errors: list[FxQuantError] = []
-    if not others:
-        return inputs.varying(), _compared(inputs.varying(), trace_at, check)
-    for step in STEPS:
-        varying = inputs.varying(*(other.stepped(step) for other in others))
-        if step > 1 and any(it.example % step or it.largest <= max(it.example // 2, it.smallest) for it in varying.sizes.others):
-            break
+def _that_hold(inputs: ExampleInputs, error: FxQuantError, trace_at: _TraceAt, check: bool) -> tuple[VaryingSize, ...]:
+    """Return the sizes that do not fail by themselves where all sizes together do, each with the largest maximum, of halves, that holds."""
+
+    def fails(size: VaryingSize) -> bool:
+        if size.reference == size.largest:  # there is no other size
+            return True
+        alone = inputs.varying(*asked, size)
+        if error.reached is None:  # two traces differ
+            return isinstance(_in_steps(alone, trace_at, check), FxQuantError)
         try:
-            return varying, _compared(varying, trace_at, check)
+            trace_at(replace(alone, until=error.reached))
+        except FxQuantError:
+            return True
+        return False
+
+    asked, kept = [size for size in inputs.sizes.others if size.asked], list[VaryingSize]()
+    for size in inputs.sizes.others:
+        least = max(size.example, size.smallest + 1)  # a table of positions may end here
+        if not size.asked and fails(size):
+            if size.largest == least or fails(replace(size, largest=least)):
+                continue
+            while fails(size):
+                size = replace(size, largest=max(size.largest // 2, least))
+        kept.append(size)
+    return tuple(kept)
+
+
+def _in_steps(inputs: ExampleInputs, trace_at: _TraceAt, check: bool) -> tuple[ExampleInputs, Handler] | FxQuantError:
+    """Trace the model at its sizes, in the smallest step that succeeds; return inputs and trace, or the error of step 1."""
+    sizes = inputs.sizes.others
+    if not sizes:
+        return inputs, _compared(inputs, trace_at, check)
+    recordings: dict[Any, Handler] = {}  # by the sizes of their points
+
+    @functools.cache
+    def attempt(step: int) -> tuple[ExampleInputs, Handler] | FxQuantError:
+        varying = inputs.varying(*(size.stepped(step) for size in sizes))
+        points = tuple((size.reference, size.largest) for size in varying.sizes.others)
+        try:
+            recordings[points] = recordings.get(points) or trace_at(varying)
+            if check:
+                compare_recordings(recordings[points], trace_at(varying, again=True))
         except FxQuantError as error:
-            errors.append(error)
-    return errors[0]
+            return error
+        return varying, recordings[points]
+
+    first = attempt(1)
+    steps = [step for step in STEPS if all(size.goes_in_steps(step) for size in sizes)]
+    if not isinstance(first, FxQuantError) or not recordings or not steps or isinstance(attempt(steps[-1]), FxQuantError):
+        return first
+    return attempt(steps[bisect.bisect_left(steps[:-1], True, key=lambda step: not isinstance(attempt(step), FxQuantError))])
 
 
 def _compared(inputs: ExampleInputs, trace_at: _TraceAt, check: bool) -> Handler:

@@ -18,7 +18,7 @@ from fxquant.errors import ConfigurationError, TraceError
 from fxquant.frontend.environment import exported_at, is_library
 from fxquant.frontend.onnx_files import is_onnx, read_onnx
 from fxquant.frontend.written_out import CHECKS, python_form
-from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact, fact, model_meta, set_fact, sizes_of_input, stage_of, target_name
+from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact, fact, model_meta, set_fact, stage_of, target_name
 from fxquant.ir.integer import noted, notes
 from fxquant.ir.model import Model
 from fxquant.support import logger
@@ -372,7 +372,6 @@ def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
     Raises ConfigurationError for a batch size that the graph does not hold for: one beyond the limits of its batch, or another than the
     one it was traced with, where that is fixed.
     """
-    require_one_size(model, "a model of a fixed batch")
     limits = noted_limits(model.graph)
     if not limits.smallest <= batch_size <= (limits.largest or batch_size):
         because = f"the model slices its batch at a fixed index, and takes from {limits.smallest} to {limits.largest or 'any'} rows"
@@ -401,14 +400,6 @@ def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
     fixed = Model.of(model, graph)
     fixed.recompile()
     return fixed
-
-
-def require_one_size(model: fx.GraphModule, what: str) -> None:
-    """Raise ConfigurationError if a size of the inputs varies besides the batch; `what` is what has one size, in words."""
-    varying = {name for node in model.graph.find_nodes(op="placeholder") for name, *_ in sizes_of_input(node).values()}
-    if varying:
-        because = f"{', '.join(sorted(varying))} of the inputs varies"
-        raise ConfigurationError(f"{what} has one size", because=because, remedy="pass what fxq.at_sizes(model, example) returns")
 
 
 def _fact_at(node: fx.Node, batch_size: int) -> Any:

@@ -49,16 +49,18 @@ class Sequenced:
 
 
 class Evaluator:
-    """Runs operators on fake tensors at the three points of sizes (`ir.graph`).
+    """Runs operators on fake tensors at the three points of sizes (`ir.graph`), for one trace or for several of the same model.
 
     points  for each point, the first point of the same sizes: (0, 0, 0) where none varies, (0, 1, 1) where only the batch does
     """
 
-    def __init__(self, points: tuple[int, ...]) -> None:
-        self.points = points
+    def __init__(self) -> None:
+        self.points: tuple[int, ...] = (0, 0, 0)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache: dict[tuple[Any, ...], Outcome] = {}
         self._interned: dict[tuple[Any, ...], Value] = {}
+        self._fakes: dict[tuple[Any, ...], torch.Tensor] = {}  # equal ones are one object
+        self._results: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # at one point: the result, and where it lies in memory
 
     def intern(self, *seen: torch.Tensor) -> Value:
         """Return a fake `Value` of tensors like the given ones (shape, stride, dtype, device); equal arguments give the same object.
@@ -70,31 +72,52 @@ class Evaluator:
         key = (first.dtype, first.device, *((tensor.shape, tensor.stride()) for tensor in tensors))
         value = self._interned.get(key)
         if value is None:
-            with self.mode:
-                fakes = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device) for each in tensors]
-            value = self._interned[key] = Value(tuple(fakes))
+            value = self._interned[key] = Value(tuple(map(self._fake, tensors)))
         return value
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        fake = self._fakes.get(key)
+        if fake is None:
+            with self.mode:
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            self._fakes[key] = fake
+        return fake
 
     def known(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor whose content is known while tracing."""
         return Value((tensor,) * len(POINTS), self.intern(tensor))
 
     def run(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, content: Content | int | None, substitutes: dict[int, Value]
-    ) -> Outcome:
+        self, function: Callable[..., Any], args: Any, kwargs: Any, content: Content | int | None, substitutes: dict[int, Value],
+        key: tuple[Any, ...] | None = None,
+    ) -> Outcome:  # fmt: skip
         """Run a function at every point, on fake tensors or, with `content`, on filled tensors; return the merged outcome.
+
+        With a `key`, which describes function and arguments, a result at a point is that of an earlier run on equal arguments.
 
         `content` is None if the content of the arguments must not be read; else a function that replaces tensors of unknown content, or a
         sample that fills them: 0, 1, or the seed of random numbers. `substitutes` are the values of plain tensors, by identity.
         """
         sides = {point: _Side(point, content, substitutes) for point in dict.fromkeys(self.points)}
-        results: dict[int, Any] = {}
+        results: dict[int, tuple[Any, ...]] = {}
         for point, side in sides.items():
+            here = None if key is None else tuple(_part_at(part, point) for part in key)
+            if here in self._results:
+                results[point] = self._results[here]
+                continue
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 side_args, side_kwargs = side.arguments(args), side.arguments(kwargs)
                 with self.mode if side.content is None else contextlib.nullcontext():
-                    results[point] = function(*side_args, **side_kwargs)
-        return Outcome(self._merge(*(results[point] for point in self.points)), *_alias(results[0], sides[0].traced))
+                    result = function(*side_args, **side_kwargs)
+            results[point] = (result, *_alias(result, side.traced))
+            if here is not None:
+                self._results[here] = results[point]
+        return Outcome(self._merge(*(results[point][0] for point in self.points)), *results[0][1:])
+
+    def ran_at_first(self, key: tuple[Any, ...] | None) -> bool:
+        """Return whether the function of a key has run at the first point."""
+        return key is not None and tuple(_part_at(part, 0) for part in key) in self._results
 
     def run_on_content(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
         """Return the outcome, as `run` does, of a function whose result shapes depend on content that is known while tracing.
@@ -140,6 +163,11 @@ class Evaluator:
         elif isinstance(first, (int, float)) and any(each != first and not (each != each and first != first) for each in seen):
             return Number(seen)
         return first
+
+
+def _part_at(part: Any, point: int) -> Any:
+    """Return a part of the key of a call as it is at one point; tensors of one Evaluator are equal if they are one object."""
+    return (id(part.tensors[point]),) if isinstance(part, Value) else part.values[point] if isinstance(part, Number) else part
 
 
 # ---- the arguments at one batch size, and where a result lies in memory ----------------------------------------------
@@ -229,13 +257,13 @@ def evaluate(evaluator: Evaluator, name: str, function: Callable[..., Any], args
     except TypeError:  # something unhashable among the arguments
         key = outcome = None
     if outcome is None:
-        outcome = _run(evaluator, name, function, args, kwargs, arguments)
+        outcome = _run(evaluator, name, function, args, kwargs, arguments, key)
         if key is not None and not outcome.from_content:
             evaluator.cache[key] = outcome
     return outcome
 
 
-def _run(evaluator: Evaluator, name: str, function: Callable[..., Any], args: Any, kwargs: Any, arguments: Arguments) -> Outcome:
+def _run(evaluator: Evaluator, name: str, function: Callable[..., Any], args: Any, kwargs: Any, arguments: Arguments, key: Any) -> Outcome:
     fake = arguments.fake
     if fake and name in READS_CONTENT:
         refuse_data(name)
@@ -243,13 +271,14 @@ def _run(evaluator: Evaluator, name: str, function: Callable[..., Any], args: An
     if result is not None:
         return Outcome(result, None, same_place=False)
     try:
-        return evaluator.run(function, args, kwargs, None if fake else lambda tensor: tensor, arguments.substitutes)
+        return evaluator.run(function, args, kwargs, None if fake else lambda tensor: tensor, arguments.substitutes, key)
     except FxQuantError:
         raise
     except Exception as error:
         depends = any(word in type(error).__name__ for word in ("DataDependent", "DynamicOutput"))  # on the content of a fake tensor
         again = evaluator.run_on_content if depends else evaluator.run_on_zeros
-        outcome = again(function, args, kwargs, arguments.substitutes) if (arguments.known if depends else fake) else None
+        possible = arguments.known if depends else fake and not evaluator.ran_at_first(key)  # else sizes are what it refuses
+        outcome = again(function, args, kwargs, arguments.substitutes) if possible else None
         if outcome is None and not depends:
             raise
         return outcome or refuse_data(name)

@@ -29,6 +29,10 @@ from fxquant.numerics.rounding import GradientRule
 from fxquant.support import logger
 
 
+class Ended(BaseException):
+    """The end of a trace after as many operations as were asked for; no model catches it by `except Exception`."""
+
+
 class Handler:
     """Records one trace at three points of sizes.
 
@@ -38,6 +42,8 @@ class Handler:
     notes      sentences about values fixed while tracing, in order
     locate     whether nodes get their source lines: true of the first trace of a model, false of the ones that are compared with it
     read       names of tensors that became constants
+    reached    how many operations were begun
+    until      how many are traced; None: all
     paused     true while an operation is being recorded: operations that run for that are not recorded
     """
 
@@ -45,6 +51,7 @@ class Handler:
     random: Any  # a `MovedState`: the modules and calls that are random in train mode
     form: Any  # the nested structure of forward's result
     qconfigs: Mapping[str, Any]  # on modules, by path
+    until: int | None
     draws: frozenset[tuple[str, str]]  # the calls that draw random numbers: the path of the module, and the line of the user's code
 
     def __init__(self, snapshot: Snapshot, evaluator: Evaluator, batches: tuple[int, ...], root_code: CodeType, locate: bool) -> None:
@@ -65,6 +72,7 @@ class Handler:
         self.settings: dict[str, dict[str, Any]] = {}
         self.gradients = Gradients(snapshot.names)  # the gradient rules of forward
         self.paused, self._root_code = False, root_code
+        self.reached, self.until = 0, None
         self.lengths: dict[Any, torch.Tensor] = {}  # of padded sequences, by the batch sizes of their `PackedSequence`: see `written_out`
         self._attributes: dict[int, tuple[fx.Node, Value, int, torch.Tensor]] = {}
         self._sizes: dict[fx.Node, tuple[Any, ...]] = {}
@@ -196,6 +204,9 @@ class Handler:
         self, op: str, target: Any, function: Callable[..., Any], args: Any, kwargs: Any, content: bool = True, key: Any = None
     ) -> Any:
         """Evaluate an operation and, unless its result is plain Python, add its node."""
+        if self.reached == self.until:
+            raise Ended
+        self.reached += 1
         with self.pausing():
             arguments = Arguments(function if key is None else key, self.memory, self.attribute)
             node_args = tuple([arguments.convert(arg) for arg in args])

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,12 +16,13 @@ from torch.export import Dim
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
-from fxquant.errors import ConfigurationError, TraceError
+from fxquant.errors import ConfigurationError, FxQuantError, TraceError
 from fxquant.frontend.entry import BatchLimits, noted_limits
+from fxquant.frontend.fake import Evaluator
 from fxquant.frontend.handler import new_graph
 from fxquant.ir import graph
 from fxquant.ir.graph import BatchDim, TensorFact, unusual_kind
-from fxquant.ir.integer import notes
+from fxquant.ir.integer import noted, notes
 
 # ---- how a model is called: like the float model it was made from ----------------------------------------------------
 #
@@ -214,6 +215,7 @@ def _names(form: Form) -> Iterator[str]:
 _HINT = type(Dim.AUTO)
 _FORMS = "a tuple by argument, or a dict by name: options=fxq.Options(dynamic_shapes=({0: 'batch', 2: torch.export.Dim('height')},))"
 BATCH = "batch"
+OPEN = "open"  # what `dynamic_shapes` is where every size varies that the model leaves open
 # The largest size, where none is declared: sums along it are proved to fit up to there.
 TIMES_THE_EXAMPLE, LEAST_LARGEST = 4, 512
 
@@ -229,6 +231,16 @@ class VaryingSize:
     step: int = 1  # sizes are multiples of it
     asked: bool = True  # whether the user asked for it by name, so that it is refused, and not fixed, where it cannot vary
     dims: tuple[tuple[int, int], ...] = ()  # leaf and dimension of each occurrence
+    why: str = ""  # the reason, with its line, where it is fixed
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.name} of the inputs is fixed to {self.example}: {self.why}"
+
+    def goes_in_steps(self, step: int) -> bool:
+        """Return whether there are other sizes than the example's that are multiples of a step, as it is."""
+        stepped = self.stepped(step)
+        return self.example % step == 0 and stepped.largest > max(self.example // 2, stepped.smallest)
 
     def stepped(self, step: int) -> VaryingSize:
         """Return the size in steps."""
@@ -252,7 +264,7 @@ class VaryingSize:
         return self.step * (fewer if lower else more if more > steps else most)
 
 
-HALVED = 256  # a size from here on is halved for another trace, which then takes less time
+HALVED = 128  # a size from here on is halved for another trace, which then takes less time
 
 
 @dataclass(frozen=True)
@@ -261,6 +273,7 @@ class Sizes:
 
     batch: tuple[int | None, ...]  # of each leaf, the dimension that is the batch; None if it has none
     others: tuple[VaryingSize, ...] = ()
+    fixed: tuple[VaryingSize, ...] = ()  # those that could not vary
 
     def at(self, leaf: int, shape: Sequence[int], batch: int | None, others: Mapping[str, int]) -> list[int]:
         """Return the shape of the argument number `leaf` with the size `batch` of the batch, and `others`, by name, of other sizes."""
@@ -278,23 +291,26 @@ class Sizes:
 def sizes_that_vary(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Sizes:
     """Return which sizes of the flattened arguments vary.
 
-    With `dynamic_shapes=None` it is the batch alone: dimension 0 of every tensor whose size there is that of the first tensor. Otherwise
-    it is each dimension that `dynamic_shapes` marks by a Dim, a name, Dim.AUTO or Dim.DYNAMIC; other dimensions are fixed.
+    With `dynamic_shapes=None` it is the batch alone: dimension 0 of every tensor whose size there is that of the first tensor. With OPEN
+    it is each that can vary besides. Otherwise it is each dimension that `dynamic_shapes` marks by a Dim, a name, Dim.AUTO or Dim.DYNAMIC;
+    other dimensions are fixed.
 
     Raises ConfigurationError for `dynamic_shapes` of another form.
     """
     leaves = pytree.tree_leaves((list(args), dict(kwargs)))
-    if dynamic_shapes is None:
+    if dynamic_shapes is None or isinstance(dynamic_shapes, str):
+        if dynamic_shapes not in (None, OPEN):
+            _refuse(f"it is {dynamic_shapes!r}, and the only word is {OPEN!r}")
         first = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
-        return Sizes(tuple(0 if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == first else None for leaf in leaves))
+        marks = [_every_size(leaf, first) for leaf in leaves]
+        return _sizes(leaves, marks if dynamic_shapes else [[mark for mark in each if mark[1] is BATCH] for each in marks])
     if dynamic_shapes is False or (isinstance(dynamic_shapes, dict) and not dynamic_shapes):
         return Sizes((None,) * len(leaves))
     if isinstance(dynamic_shapes, torch.export.ShapesCollection | torch.export.AdditionalInputs):
         dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, dict(kwargs))  # type: ignore[no-untyped-call]
     named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     if dynamic_shapes is True:  # every size
-        leaf_marks = [list(enumerate(itertools.repeat(Dim.AUTO, leaf.dim()))) if isinstance(leaf, Tensor) else [] for leaf in leaves]
-        return _sizes(leaves, leaf_marks)
+        return _sizes(leaves, list(map(_every_size, leaves)))
     if isinstance(dynamic_shapes, tuple | list) and len(dynamic_shapes) == len(named):
         dynamic_shapes = dict(zip(named, dynamic_shapes, strict=True))
     if not isinstance(dynamic_shapes, Mapping):
@@ -304,6 +320,12 @@ def sizes_that_vary(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     if unknown:
         _refuse(f"it has an entry for {', '.join(unknown)}, and forward is called with {', '.join(named)}")
     return _sizes(leaves, [marks for name, value in named.items() for marks in _marks(name, value, dynamic_shapes.get(name))])
+
+
+def _every_size(leaf: Any, batch: int | None = None) -> list[tuple[int, Any]]:
+    """Return the entries of `dynamic_shapes` that let each size of an argument vary that can; of one that is the batch, its name."""
+    sizes = leaf.shape if isinstance(leaf, Tensor) else ()
+    return [(dim, BATCH if dim == 0 and size == batch else Dim.AUTO) for dim, size in enumerate(sizes) if size or dim == 0]
 
 
 def sizes_that_differ(examples: Sequence[Any]) -> Any:
@@ -428,7 +450,7 @@ def _refuse(because: str) -> NoReturn:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExampleInputs:
     """The arguments of one forward call."""
 
@@ -438,6 +460,8 @@ class ExampleInputs:
     sizes: Sizes  # which sizes of the leaves vary
     signature: list[list[Any]]  # the call signature of forward
     renamed: dict[str, str]  # the user's names of inputs whose names generated code cannot use, by placeholder name
+    evaluator: Evaluator = field(default_factory=Evaluator)  # of all traces: what one has evaluated, the next ones need not
+    until: int | None = None  # the number of operations after which a trace ends, without an output
 
     def arguments(self, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments with other tensors, by placeholder name."""
@@ -456,7 +480,14 @@ class ExampleInputs:
 
     def varying(self, *others: VaryingSize) -> ExampleInputs:
         """Return a copy in which the sizes `others` vary besides the batch, and no more."""
-        return replace(self, sizes=Sizes(self.sizes.batch, others))
+        return replace(self, sizes=replace(self.sizes, others=others))
+
+    def with_fixed(self, sizes: Sequence[VaryingSize], error: FxQuantError) -> ExampleInputs:
+        """Return a copy in which these sizes do not vary, because of an error."""
+        why = error.because + f" ({error.at})" * bool(error.at)
+        others = tuple(other for other in self.sizes.others if other not in sizes)
+        fixed = (*self.sizes.fixed, *(replace(size, why=why) for size in sizes))
+        return replace(self, sizes=replace(self.sizes, others=others, fixed=fixed))
 
     def fixed(self) -> ExampleInputs:
         """Return these inputs with every size fixed."""
@@ -605,6 +636,7 @@ class Input:
     dtype: torch.dtype | None
     sizes: tuple[int | None, ...]  # the size of each dimension; None for one that varies
     others: dict[int, tuple[str, int, int, int]]  # of a dimension that varies and is not the batch: name, smallest, largest, step
+    fixed: dict[int, str]  # of a dimension that cannot vary: the reason
     form: str | None  # shape and dtype as text; None if they are unknown
     optional: bool  # whether it may be absent
 
@@ -628,11 +660,14 @@ class InputCheck:
             for dim, (size, expected_size) in enumerate(zip(value.shape, expected.sizes, strict=True)):
                 if expected_size is not None:
                     if size != expected_size:
-                        because = f"{self._made_with(expected)}, and dimension {dim} is fixed"
-                        remedy = (
-                            "pass an input of that form, or let the size vary: prepare(…, dynamic_shapes=…), with a torch.export.Dim for "
-                            f"dimension {dim} of {expected.name}"
-                        )
+                        why = expected.fixed.get(dim)
+                        because = f"{self._made_with(expected)}, and dimension {dim} is fixed" + (f": {why}" if why else "")
+                        remedy = f"pass an input of size {expected_size} there, or change that line"
+                        if not why:
+                            remedy = (
+                                "pass an input of that form, or let the size vary: prepare(…, dynamic_shapes=…), with a torch.export.Dim "
+                                f"for dimension {dim} of {expected.name}"
+                            )
                         self._refuse(expected, f"dimension {dim} has size {size}", because, remedy)
                     continue
                 name, smallest, largest, step = expected.others.get(dim, (BATCH, 0, size, 1))
@@ -706,14 +741,21 @@ def input_check(module: fx.GraphModule) -> InputCheck:
 def _described(node: fx.Node) -> Input:
     fact, optional = graph.fact(node), bool(node.args)
     if not isinstance(fact, TensorFact):
-        return Input(str(node.target), None, (), {}, None, optional)
+        return Input(str(node.target), None, (), {}, {}, None, optional)
     sizes = tuple(None if isinstance(size, BatchDim) else size for size in fact.shape)
-    return Input(str(node.target), fact.dtype, sizes, graph.sizes_of_input(node), str(fact), optional)
+    fixed = {dim: why for dim in range(len(sizes)) if (why := noted(node, f"{FIXED}{dim}"))}
+    return Input(str(node.target), fact.dtype, sizes, graph.sizes_of_input(node), fixed, str(fact), optional)
+
+
+FIXED = "fixed_"  # in the notes of an input, before the number of a dimension: why its size cannot vary
 
 
 def note_sizes(node: fx.Node, leaf: int, sizes: Sizes) -> None:
-    """Note on an input the sizes that vary besides the batch."""
+    """Note on an input the sizes that vary besides the batch, and the reason of each that cannot."""
+    notes(node).update({f"{FIXED}{dim}": other.why for other in sizes.fixed for at, dim in other.dims if at == leaf})
     places = [(dim, other) for other in sizes.others for at, dim in other.dims if at == leaf]
     if places:
-        entries = (f"{dim}:{other.name}:{other.smallest}:{other.largest}:{other.step}" for dim, other in places)
-        notes(node)[graph.SIZES] = " ".join(entries)
+        notes(node)[graph.SIZES] = " ".join(
+            f"{dim}:{other.name}:{other.smallest}:{other.largest}:{other.step}" + f":{other.example}" * (other.example != other.reference)
+            for dim, other in places
+        )

@@ -12,14 +12,14 @@ from fxquant.errors import ConfigurationError, TraceError
 from fxquant.frontend.entry import STAGE
 from fxquant.frontend.environment import Snapshot, undisturbed
 from fxquant.frontend.handler import Handler
-from fxquant.frontend.inputs import CallSignature, ExampleInputs, InputCheck, call_signature, input_check, set_signature
+from fxquant.frontend.inputs import FIXED, CallSignature, ExampleInputs, InputCheck, call_signature, input_check, set_signature
 from fxquant.frontend.opaque import Holder, Method
 from fxquant.frontend.state import MovedState, Place, overrides_train, own_parameters, with_gradient
 from fxquant.frontend.tracer import ReturnForm, nest_of, rebuilt, return_form, same_tensor, set_form
 from fxquant.ir import graph
 from fxquant.ir.carried import SETTINGS, Carried
-from fxquant.ir.graph import Interpreter, TensorFact, attach, model_meta, own_names
-from fxquant.ir.integer import Reference
+from fxquant.ir.graph import Interpreter, TensorFact, attach, model_meta, own_names, shape_of, sizes_of_input, varies_beyond_batch
+from fxquant.ir.integer import Reference, notes
 from fxquant.ir.model import CALLS, CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT_IN_EVAL, Model, free_name, replace_graph
 from fxquant.numerics.rounding import GradientRule
 from fxquant.support import logger
@@ -302,15 +302,23 @@ class _PlainTree:
         return plain
 
 
+def _inputs_noted(module: fx.GraphModule) -> list[str]:
+    facts = {node.target: graph.fact(node) for node in module.graph.find_nodes(op="placeholder")}
+    return [
+        f"input {name} is {fact}: {'sizes that are numbers are' if varies_beyond_batch(fact) else 'every size but B is'} fixed"
+        for name, fact in facts.items()
+        if isinstance(fact, TensorFact)
+    ]
+
+
 def _noted(module: fx.GraphModule, model: nn.Module, called: set[Any], beside: set[Any]) -> list[str]:
     """Return notes on inputs, on layers that alone are in train mode, as for Monte Carlo dropout, and on parameters without readers."""
-    inputs = [(node.target, graph.fact(node)) for node in module.graph.find_nodes(op="placeholder")]
     training = [path for path, layer in model.named_modules() if layer.training and path in called and not model.training]
     used = beside | {node.target for node in module.graph.nodes if node.op == "get_attr"}
     inside = tuple(f"{owner}." for owner in beside | {node.target for node in module.graph.nodes if node.op == "call_module"})
     names = [name for name, _ in module.named_parameters() if name not in used and not name.startswith(inside)]
     return [
-        *(f"input {name} is {fact}: every size but B is fixed" for name, fact in inputs if isinstance(fact, TensorFact)),
+        *_inputs_noted(module),
         *(f"{path} is in train mode, and the model is not: it was traced in eval mode" for path in training),
         *(f"parameter {name} is not used by the graph" for name in names),
     ]
@@ -346,6 +354,19 @@ def random_by_forward(module: fx.GraphModule) -> list[Place]:
 def untrained_here(module: fx.GraphModule) -> list[str]:
     """Return texts on parameters that have a gradient only in the float model: the name and the line of the user's code that reads it."""
     return model_meta(module).get(_UNTRAINED, [])  # type: ignore[no-any-return]
+
+
+def note_fixed(fixed: fx.GraphModule, traced: fx.GraphModule, why: str) -> None:
+    """Note on a graph made of a traced one at the example's sizes why sizes do not vary that are open in the traced one."""
+    pairs = zip(fixed.graph.find_nodes(op="placeholder"), traced.graph.find_nodes(op="placeholder"), strict=True)
+    sizes = {}
+    for node, before in pairs:
+        for dim, (name, *_) in sizes_of_input(before).items():
+            notes(node)[f"{FIXED}{dim}"] = why
+            sizes[name] = f"{name} of the inputs is fixed to {shape_of(node)[dim]}: {why}"
+    others = [text for text in assumptions(fixed) if text not in _inputs_noted(traced)]
+    fixed.meta[_ASSUMPTIONS] = [*sizes.values(), *others, *_inputs_noted(fixed)]
+    attach_call_hooks(fixed)
 
 
 def note_state(module: fx.GraphModule, state: MovedState, recording: Handler, untrained: list[str]) -> None:

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from fxquant.errors import FxQuantError, TraceError
 from fxquant.frontend.entry import noted_limits
 from fxquant.frontend.environment import Snapshot, prepared_environment, raised_in, source_of_error, undisturbed
-from fxquant.frontend.fake import Evaluator
-from fxquant.frontend.handler import Handler, LeafRule, ModuleCalls
+from fxquant.frontend.handler import Ended, Handler, LeafRule, ModuleCalls
 from fxquant.frontend.inputs import ExampleInputs, note_sizes
 from fxquant.frontend.state import NOTHING_MOVED, Draws, MovedState
 from fxquant.frontend.values import BatchNumber, TracedTensor, Unknown, refuse, tracing
@@ -238,7 +237,9 @@ def record(
     snapshot = Snapshot(model, training=training)
     batches = (*RETRACE_SIZES, *BATCH_SIZES) if again else (*BATCH_SIZES, *RETRACE_SIZES)
     batch, others = int(inputs.batch is not None), bool(inputs.sizes.others)
-    handler = Handler(snapshot, Evaluator((0, batch, 2 if others else batch)), batches, _run.__code__, locate=not again)
+    inputs.evaluator.points = (0, batch, 2 if others else batch)
+    handler = Handler(snapshot, inputs.evaluator, batches, _run.__code__, locate=not again)
+    handler.until = inputs.until
     handler.gradients.modes, handler.random, numbers = modes, random, Draws(snapshot, _run.__code__)
     sizes = [{other.name: other.reference for other in inputs.sizes.others}] * 2
     sizes.append({other.name: other.another if again else other.largest for other in inputs.sizes.others})
@@ -249,7 +250,13 @@ def record(
     handler.call_module, handler.qconfigs = ModuleCalls(handler, leaf), qconfigs
     with tracing(handler):
         with prepared_environment(model, numbers), torch.enable_grad(), _Mode(handler):  # in which mode forward computes is recorded
-            result, handler.form = _run(handler, args, kwargs)
+            try:
+                result, handler.form = _run(handler, args, kwargs)
+            except Ended:
+                return handler
+            except FxQuantError as error:
+                error.reached = None if again else handler.reached
+                raise
         graph.describe(handler.graph.output(result), fx.map_arg(result, graph.fact), "", "")
         handler.gradients.finish(handler.graph)
         for node in reversed(handler.graph.nodes):

@@ -556,7 +556,7 @@ class Arguments:
         if isinstance(arg, torch.Tensor):
             return self._plain(arg)
         if isinstance(arg, BatchNumber):
-            self.key.append(arg.values)
+            self.key.append(Number(arg.values))
             return arg.node
         if isinstance(arg, (tuple, list)):
             self.key.append((kind, len(arg)))
@@ -594,7 +594,7 @@ class Arguments:
     def _other(self, arg: Any) -> Any:
         if isinstance(arg, Unknown):
             self.fake = self.unknown = True
-            self.key.append(id(arg))
+            self.key.append(arg.node)
             return arg.node
         if isinstance(arg, (bool, int, float, str)):  # numpy scalars, str and int enums
             plain = next(base for base in (bool, int, float, str) if isinstance(arg, base))(arg)

@@ -12,7 +12,7 @@ import keyword
 import operator
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -155,14 +155,29 @@ def by_name(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:
     return dict(zip((str(node.target) for node in module.graph.find_nodes(op="placeholder")), inputs, strict=True))
 
 
-SIZES = "sizes"  # in the notes of an input: "2:height:1:512:32", dimension, name, smallest, largest and step, for each with a space between
-SIZE = re.compile(r"(\d+):(\w+):(\d+):(\d+):([1-9]\d*)")
+# In the notes of an input: "2:height:1:512:32", dimension, name, smallest, largest and step, for each with a space between; the example's
+# size comes last where its fact has another one, since the largest size is the example's.
+SIZES = "sizes"
+SIZE = re.compile(r"(\d+):(\w+):(\d+):(\d+):([1-9]\d*)(?::(\d+))?")
 
 
 def sizes_of_input(node: fx.Node) -> dict[int, tuple[str, int, int, int]]:
     """Return name, smallest and largest value, and step of each size of an input that varies besides the batch, by dimension."""
-    entries = [SIZE.fullmatch(entry) for entry in (noted(node, SIZES) or "").split()]
-    return {int(entry[1]): (entry[2], int(entry[3]), int(entry[4]), int(entry[5])) for entry in entries if entry is not None}
+    return {int(entry[1]): (entry[2], int(entry[3]), int(entry[4]), int(entry[5])) for entry in _noted_sizes(node)}
+
+
+def _noted_sizes(node: fx.Node) -> Iterator[re.Match[str]]:
+    return filter(None, map(SIZE.fullmatch, (noted(node, SIZES) or "").split()))
+
+
+def example_of_input(node: fx.Node) -> torch.Tensor | None:
+    """Return a tensor without data of an input's sizes in the example, in a batch of any size; None for an input that is not a tensor."""
+    if not isinstance(fact(node), TensorFact):
+        return None
+    sizes = [at_point(size, 0) for size in shape_of(node)]
+    for entry in _noted_sizes(node):
+        sizes[int(entry[1])] = int(entry[6] or sizes[int(entry[1])])
+    return torch.empty(sizes, dtype=fact(node).dtype, device="meta")
 
 
 def set_matched_rules(node: fx.Node, *rules: Any) -> None:

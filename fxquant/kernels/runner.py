@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import BatchDim, Interpreter, fact, own
+from fxquant.ir.graph import BatchDim, Interpreter, fact, is_python, own, reads_sizes
 from fxquant.ir.integer import kernel
 from fxquant.ir.loops import bodies
 from fxquant.ir.model import autocast_off
@@ -17,6 +17,7 @@ from fxquant.kernels.constants import Constants
 from fxquant.kernels.kernel import Disagrees, Kernel, Match, NotApplicable, Site
 from fxquant.kernels.patterns import forms_of
 from fxquant.kernels.program import Choice, Chosen, Layout, Program
+from fxquant.primitives import PRIMITIVES
 from fxquant.support import disagreed, logger
 from fxquant.support.files import free_in_child
 from fxquant.support.progress import progress
@@ -28,17 +29,20 @@ MOST_PROGRAMS = 16  # sizes and strides of inputs that are remembered; those use
 class Runner:
     """The runner of an integer model; a copy of the model gets a new one, without programs.
 
-    `source` returns the available kernels; it is a function, so that only its name is pickled.
+    source  returns the available kernels
+    fix     returns a model with the sizes of inputs as numbers, and its kernels found: they take no constants that depend on sizes
+
+    Both are functions with names, so that only these are pickled.
     """
 
-    def __init__(self, source: Callable[[], tuple[Kernel, ...]]) -> None:
-        self.source = source
+    def __init__(self, source: Callable[[], tuple[Kernel, ...]], fix: Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]) -> None:
+        self.source, self.fix = source, fix
         self.lock = threading.RLock()
         free_in_child(self, "lock", threading.RLock, Runner.reset)
         self.reset()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Runner, (self.source,)
+        return Runner, (self.source, self.fix)
 
     def reset(self) -> None:
         """Forget everything that was made for the graph and its constants."""
@@ -84,7 +88,14 @@ class Runner:
             return None
         if not isinstance(entry, Program):
             with torch.inference_mode(False), torch.no_grad(), autocast_off():
-                entry = self._make(model, entry)
+                nodes = model.graph.nodes
+                if any(map(depends_on_sizes, nodes)) and not bodies(model.graph) and not any(map(is_python, nodes)):
+                    inputs = [each and torch.empty_strided(*each[:2], dtype=each[2]).zero_() for each in key]
+                    recorder = _Recorder(self.fix(model, inputs))
+                    recorder.run(*inputs)
+                    entry = self._make(recorder.module, recorder.layouts)  # type: ignore[arg-type]
+                else:
+                    entry = self._make(model, entry)
         self._keep(key, entry)
         return entry
 
@@ -152,7 +163,7 @@ class Runner:
             candidate = next((each for each in self.source() if each.name == name), None)
             matched = None if candidate is None else candidate.match(node)
             match = matched if isinstance(matched, Match) else None
-            key = (node.name, _proved_for(sizes, node, () if match is None else match.reads))
+            key = (model.graph, node.name, _proved_for(sizes, node, () if match is None else match.reads))
             if key not in self.chosen:
                 if candidate is None or match is None:
                     refused = {"": "its pattern is not there any more"}
@@ -165,6 +176,12 @@ class Runner:
             if chosen[node].built is not None:
                 within.update(chosen[node].match.covers)
         return Program(model, layouts, forms, {node: chosen[node] for node, _ in fused if node in chosen})
+
+
+def depends_on_sizes(node: fx.Node) -> bool:
+    """Return whether a primitive has constants instead, where sizes are numbers."""
+    record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
+    return record is not None and (record.fixed is not None or reads_sizes(node))
 
 
 def _few(kernel: Kernel, match: Match, sizes: Mapping[fx.Node, tuple[int, ...]]) -> dict[fx.Node, tuple[int, ...]]:

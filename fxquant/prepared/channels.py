@@ -142,7 +142,7 @@ class _Walk:
         arguments = module.operator.bind_call(node.args, node.kwargs)
         operands = operand_nodes(module.operator, arguments)
         node_fact = fact(node)
-        if not isinstance(node_fact, TensorFact) or not all(isinstance(size, int) for size in node_fact.shape[1:]):
+        if not isinstance(node_fact, TensorFact) or -1 in (sizes := _sizes(node)):
             return None
         if not operands or any(operand not in self.labels or shape_of(operand)[:1] != node_fact.shape[:1] for operand in operands):
             return None
@@ -151,7 +151,12 @@ class _Walk:
         if not homogeneous(*(arguments.get("clamp") or (None, None))) or not homogeneous(*module.observed):
             return None
         rule = _rule(module.operator)
-        return None if rule is None else rule(self, node, arguments)
+        labels = None if rule is None else rule(self, node, arguments)
+        if labels is not None and any(
+            count > 1 and largest != size for count, size, largest in zip(labels.shape, sizes, _sizes(node, 2), strict=True)
+        ):
+            return None  # its factors would differ along a size that varies
+        return labels
 
     def _layer(self, node: fx.Node, module: QuantizedOperator, arguments: Mapping[str, Any]) -> Tensor:
         """Return the labels of a layer, which divides its input's factors out of its weight and multiplies its output's factors in."""
@@ -287,9 +292,9 @@ def _joined(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | N
                       for part, value in zip(parts, tensors, strict=True)], dim)  # fmt: skip
 
 
-def _sizes(node: fx.Node) -> list[int]:
-    """Return the sizes of a tensor after the batch, the example's where they vary; -1 for a size that depends on the batch alone."""
-    return [size if isinstance(size, int) else -1 if size.largest is None else at_point(size, 0) for size in shape_of(node)[1:]]
+def _sizes(node: fx.Node, point: int = 0) -> list[int]:
+    """Return the sizes of a tensor after the batch, at a point where they vary; -1 for a size that depends on the batch alone."""
+    return [size if isinstance(size, int) else -1 if size.largest is None else at_point(size, point) for size in shape_of(node)[1:]]
 
 
 def _full(walk: _Walk, operand: fx.Node) -> Tensor:

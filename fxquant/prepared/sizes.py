@@ -1,7 +1,7 @@
 """A model at one size: every size of its inputs but the batch is a number; and an integer model whose loops are written out."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,19 @@ from torch.fx.node import map_aggregate
 from fxquant.errors import ExportError
 from fxquant.ir import graph as facts
 from fxquant.ir import loops
-from fxquant.ir.graph import SIZES, BatchDim, TensorFact, at_point, attach, fact, inherit, resolve, set_fact, sizes_of_input
+from fxquant.ir.graph import (
+    SIZES,
+    BatchDim,
+    TensorFact,
+    at_point,
+    attach,
+    example_of_input,
+    fact,
+    inherit,
+    resolve,
+    set_fact,
+    sizes_of_input,
+)
 from fxquant.ir.integer import Operation, Reference, notes, operation, origin, qparams, set_operation, set_qparams
 from fxquant.ir.model import free_name, replace_graph
 from fxquant.ops.indexing.index import getitem
@@ -21,13 +33,29 @@ from fxquant.ops.recurrent.recurrence import MARKS, loop_item, loop_stack
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.prepared.stage import require_integer
 from fxquant.primitives import PRIMITIVES, Role, loop, role_of, shape
+from fxquant.primitives.elementwise import add_constant
 from fxquant.primitives.proof import inferred_call
+from fxquant.support import logger
 from fxquant.support.arguments import checked, instance
 
 
-def with_fixed_sizes(model: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Return a copy of a prepared or integer model that takes inputs of the sizes of `inputs`, in batches of any size."""
-    fixed = copy.deepcopy(model)
+def at_example_sizes(model: fx.GraphModule) -> fx.GraphModule:
+    """Return a model at the example's sizes, in batches of any size, with the same tensors; the model itself where no size varies.
+
+    It is for what has one size, as a chip's program: `fxq.at_sizes` gives models of other sizes.
+    """
+    inputs = model.graph.find_nodes(op="placeholder")
+    if not any(map(sizes_of_input, inputs)):
+        return model
+    logger.info("written for the example's sizes; fxq.at_sizes(model, example) gives a model of others")
+    return with_fixed_sizes(model, list(map(example_of_input, inputs)), copy.copy)
+
+
+def with_fixed_sizes(
+    model: fx.GraphModule, inputs: Sequence[Tensor | None], copied: Callable[[fx.GraphModule], fx.GraphModule] = copy.deepcopy
+) -> fx.GraphModule:
+    """Return a copy of a traced, prepared or integer model that takes inputs of the sizes of `inputs`, in batches of any size."""
+    fixed = copied(model)
     values: dict[fx.Node, list[Any]] = {}  # of each node, at two batch sizes
     examples, numbers = iter(inputs), dict[str, int]()  # the sizes that are fixed now, by name
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -49,6 +77,8 @@ def with_fixed_sizes(model: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.Grap
         if lowered is not None:
             arguments = map_aggregate(lowered.arguments, lambda each: numbers.get(each.node, each) if isinstance(each, Reference) else each)
             set_operation(node, replace(lowered, arguments=arguments))
+        if node.target is add_constant and not bool(resolve(fixed, str(node.args[1].target)).any()):
+            node.replace_all_uses_with(node.args[0])
     for node in reversed(list(fixed.graph.nodes)):  # only sizes were read of it
         if isinstance(fact(node), TensorFact | BatchDim) and not node.users and not node.is_impure():
             fixed.graph.erase_node(node)
@@ -56,10 +86,10 @@ def with_fixed_sizes(model: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.Grap
     return fixed
 
 
-def _fix(node: fx.Node, example: Tensor) -> None:
+def _fix(node: fx.Node, example: Tensor | None) -> None:
     """Write the sizes of an example on an input, but for the batch."""
     varying, node_fact = sizes_of_input(node), fact(node)
-    if varying:
+    if varying and example is not None:
         sizes = tuple(example.shape[dim] if dim in varying else size for dim, size in enumerate(node_fact.shape))
         set_fact(node, TensorFact(sizes, node_fact.dtype))
         node.meta["notes"] = {key: note for key, note in notes(node).items() if key != SIZES}  # other graphs share the notes

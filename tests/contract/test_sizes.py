@@ -1,9 +1,9 @@
 """One model for inputs of many sizes: the bits of the prepared model, of the integer model and of its file are equal at each."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import onnxruntime
 import pytest
@@ -13,11 +13,15 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.analysis.explain import operator_runs
 from fxquant.analysis.layers import left_in_float
 from fxquant.errors import CalibrationError, ConfigurationError, ExportError, TraceError
+from fxquant.frontend.tracer import record
+from fxquant.ir.graph import fact
 from fxquant.ops.sampling import resize
 from fxquant.primitives import varying
 from fxquant.primitives.varying import COUNTED
+from tests.counts.networks import built
 from tests.shared.contract import assert_train_is_validate, flat
 from tests.shared.networks import Network, members, written
 
@@ -144,16 +148,85 @@ def test_a_model_of_one_size_has_the_bits_of_that_of_many(name: str, tmp_path: P
     prepared, integer = compiled(case, "bayes-e")
     x = drawn(case.shapes[4])
     fixed = fxq.at_sizes(integer, x), fxq.convert(fxq.at_sizes(prepared, x))
-    for export in (fxq.export.export_c, fxq.board.export_horizon, partial(fxq.export_onnx, batch_size=1)):
-        with pytest.raises(ConfigurationError, match="has one size"):
-            export(integer, tmp_path / "model.c")
+    example = case.shapes[0][1:]
+    file = fxq.export_onnx(integer, tmp_path / "model.onnx", batch_size=1)
+    assert onnxruntime.InferenceSession(file).get_inputs()[0].shape == [1, *example]  # a form of one size has the example's
+    if name != "causal True":  # which has float operators
+        fxq.export.export_c(integer, tmp_path / "model.c")
+        assert "float[1]" + "".join(f"[{size}]" for size in example) in (tmp_path / "model.h").read_text()
     for model in fixed:
         for result, expected in zip(flat(model(x)), flat(integer(x)), strict=True):
             assert torch.equal(result, expected)
         with pytest.raises(ConfigurationError, match="is fixed"):
             model(drawn(case.shapes[0]))
-        if name != "causal True":  # which has float operators
+        if name != "causal True":
             fxq.export.export_c(model, tmp_path / "model.c")
+
+
+# ---- what varies where a model leaves it open -------------------------------------------------------------------------
+ALL_OPEN = fxq.Options(dynamic_shapes="open")
+OPEN: dict[str, tuple[str, list[tuple[int, ...]], int]] = {
+    "ResNet": ("3,16≤512,16≤512", [(1, 3, 20, 36)], 6),
+    "U-Net": ("3,16≤512,16≤512", [(3, 3, 24, 32)], 9),
+    "detector": ("3,32≤512,32≤512", [(1, 3, 40, 32)], 9),
+    "signals": ("3,256≤1024", [(1, 3, 264)], 8),
+    "recurrent": ("1,4≤512,16", [(3, 1, 7, 16)], 11),
+    "ViT": ("3,64,64", [], 11),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_every_size_that_a_model_leaves_open_varies(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sizes, others, traces = OPEN[name]
+    model, batch = built(name)
+    batches = [batch[:2], *map(torch.randn, others)]
+    with mock.patch("fxquant.frontend.record", wraps=record) as recorded:
+        prepared = fxq.prepare(model, batches[0], "x86", options=ALL_OPEN)
+    assert recorded.call_count == traces
+    assert str(fact(next(iter(prepared.graph.nodes)))) == f"f32[B,{sizes}]"
+    assert "is fixed to" not in caplog.text  # nobody asked, so nothing warns
+    fxq.calibrate(prepared, batches)
+    integer = fxq.convert(prepared)
+    assert fxq.verify(prepared, integer, batches)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx", style="exact"), batches)
+    for x in batches[1:]:
+        assert_train_is_validate(prepared, x)
+    (reason,) = (line for line in fxq.explain(integer).splitlines() if f"size_1 of the inputs is fixed to {batch.shape[1]}: " in line)
+    assert ".py:" in reason
+    with pytest.raises(ConfigurationError, match=f"dimension 1 is fixed: (.|\n)*remedy   pass an input of size {batch.shape[1]} there"):
+        integer(torch.cat([batch, batch], 1))
+
+
+@pytest.mark.parametrize("name", ["ResNet", "detector", "layer scales"])
+def test_kernels_take_the_constants_of_the_sizes_that_they_run_at(name: str) -> None:
+    model, batch = built(name)
+    x = batch[:, :, :24, :16]
+    integer = fxq.convert(fxq.calibrate(fxq.prepare(model, batch, "x86", options=ALL_OPEN), [batch, x]))
+    fixed = fxq.convert(fxq.calibrate(fxq.prepare(model, x, "x86", options=fxq.Options(dynamic_shapes={})), [x]))
+    alone = [[each.layer.name for each in operator_runs(run(each, x)) if not each.fast] for each in (integer, fixed)]
+    assert alone[0] == alone[1]
+
+
+def run(integer: Any, x: Tensor) -> Any:
+    integer(x)
+    return integer
+
+
+WORSE: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, int, str]] = {
+    "many elements": (lambda m, x: m.first(x).mean((2, 3)), "nash-e", 300, "mean would stay in float"),
+    "last windows": (lambda m, x: F.max_pool2d(m.first(x), 3, 2, ceil_mode=True), "x86", 16, "max_pool2d would stay in float"),
+    "a layer": (lambda m, x: m.first(x).mean((2, 3)), "bernoulli2", 16, "mean is a layer of its size on bernoulli2"),
+}
+
+
+@pytest.mark.parametrize("name", WORSE)
+def test_a_size_is_fixed_where_an_operator_would_be_worse(name: str) -> None:
+    body, target, size, because = WORSE[name]
+    prepared = fxq.prepare(Network(body, first=nn.Conv2d(3, 4, 3)).eval(), torch.randn(1, 3, size, size), target, options=ALL_OPEN)
+    assert not left_in_float(fxq.inspect.layers(prepared))
+    assert f"size_2 of the inputs is fixed to {size}: {because}" in fxq.explain(prepared)
+    with pytest.raises(ConfigurationError, match=f"dimension 3 is fixed: {because}"):
+        prepared(torch.randn(1, 3, size, size + 8))
 
 
 def test_files_keep_the_sizes(tmp_path: Path) -> None:
