@@ -186,6 +186,7 @@ def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Cal
         sums.in_place = groups and loaded_library().fxq_reads_in_place(ctypes.addressof(sums))
         weight = pack(part.weight, sums.in_place * sums.channels * (sums.kernel_width if sums.fused else 1))
         sums.weight = address(weight)
+        weight = _arranged(sums, weight) if groups else weight
         names, keeps = ("input", "residual")[: len(site.match.reads)], (weight, outside, bias, *own.keeps)
         calls.append(Summed(function, sums, names, keeps, _area(input), finish=loaded_library().fxq_finish))
     layer.prove_requantization(site, calls[0].requantized)
@@ -200,6 +201,19 @@ def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Cal
         return bound
 
     return calls[0] if len(calls) == 1 else Binding(bind)
+
+
+def _arranged(sums: Sum, weight: Tensor) -> Tensor:
+    """Return a packed weight as C arranges it by what its sums prove, or itself where C takes it as it is; `sums` gets its address."""
+    loaded, place = loaded_library(), ctypes.addressof(sums)
+    memory = torch.empty(loaded.fxq_bytes_arranged(place), dtype=torch.uint8, device="cpu")
+    if not len(memory):
+        return weight
+    sums.output = address(memory)
+    loaded.fxq_arrange(place)
+    arranged = memory[: loaded.fxq_bytes_arranged(place)].clone()
+    sums.weight = address(arranged)
+    return arranged
 
 
 def _set_window(structure: Sum | Move, area: Sequence[int], *window: Sequence[int]) -> None:

@@ -56,6 +56,7 @@ typedef struct {
     int64_t fused; /* whether the taps of a row, which lie side by side, are summed as one */
     int64_t small; /* whether no byte of the input is above 127: a sum of two of its products with weights then fits in 16 bits */
     int64_t in_place; /* whether tiles read pixels where they lie: every run of the weight then fills whole tiles, with zeros */
+    int64_t arranged, steps, runs; /* of a weight of AVX2: whether its steps are of bytes or of words, their number, and that of their runs */
     Window;
     int64_t whole_depth, whole_height, whole_width; /* of the output and the residual, of which these pixels are written and read: */
     int64_t first_depth, first_height, first_width, step_depth, step_height, step_width; /* the first, and every step-th after it */
@@ -194,6 +195,74 @@ INLINE void finish(const Epilogue *e, const Lanes *l, int mode, int adds, int fu
 
 #endif
 
+#if WORDS
+typedef struct {
+    __m256 factor;
+    __m256i shift, multiplier, right_shift, half, before, residual_factor, residual_shift, mask;
+} Lanes; /* what an epilogue is for eight channels */
+
+INLINE __m256i mask_of(int64_t channels) { /* of lanes below a number of channels */
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(channels > 8 ? 8 : (int32_t)channels), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+INLINE __m256i lanes_at(const int32_t *values, int64_t c, __m256i mask) { return _mm256_maskload_epi32(values + c, mask); }
+
+INLINE Lanes lanes_of(const Epilogue *e, int mode, int adds, int64_t c, __m256i mask) {
+    Lanes l = {.mask = mask};
+    if (mode == REAL) l.factor = _mm256_maskload_ps(e->factor + c, mask);
+    if (mode == FIXED) {
+        l.shift = lanes_at(e->shift, c, mask), l.multiplier = lanes_at(e->multiplier, c, mask);
+        l.right_shift = lanes_at(e->right_shift, c, mask), l.half = lanes_at(e->half, c, mask), l.before = lanes_at(e->before, c, mask);
+    }
+    if (adds) l.residual_factor = lanes_at(e->residual_factor, c, mask), l.residual_shift = lanes_at(e->residual_shift, c, mask);
+    return l;
+}
+
+/* The integers that eight sums become, with the zero added; of an accumulator, the sums. mode, adds and full are constants. */
+INLINE __m256i finished(const Epilogue *e, const Lanes *l, int mode, int adds, int64_t channels, __m256i sum, const uint8_t *residual) {
+    if (adds) {
+        uint64_t bytes = 0;
+        if (channels >= 8) memcpy(&bytes, residual, 8);
+        else memcpy(&bytes, residual, (size_t)channels);
+        __m256i r = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
+        r = _mm256_sub_epi32(r, _mm256_set1_epi32((int32_t)e->residual_zero));
+        sum = _mm256_add_epi32(sum, _mm256_srav_epi32(_mm256_mullo_epi32(r, l->residual_factor), l->residual_shift));
+    }
+    if (mode == SUM) return sum;
+    if (mode == REAL) {
+        __m256 v = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), l->factor);
+        v = _mm256_min_ps(_mm256_max_ps(v, _mm256_set1_ps((float)e->low)), _mm256_set1_ps((float)e->high));
+        v = _mm256_add_ps(v, _mm256_set1_ps(12582912.0f)); /* rounds as `nearest` does, whatever the mode of conversions is */
+        return _mm256_add_epi32(_mm256_castps_si256(v), _mm256_set1_epi32((int32_t)e->zero - 0x4B400000));
+    }
+    __m256i v = _mm256_srav_epi32(_mm256_add_epi32(sum, l->before), l->shift);
+    v = _mm256_max_epi32(v, _mm256_set1_epi32((int32_t)-e->limit));
+    v = _mm256_min_epi32(v, _mm256_set1_epi32((int32_t)(e->limit - 1)));
+    v = _mm256_madd_epi16(v, l->multiplier); /* both have 16 bits, and the upper half of the multiplier is 0 */
+    v = _mm256_srav_epi32(_mm256_add_epi32(v, l->half), l->right_shift);
+    v = _mm256_max_epi32(v, _mm256_set1_epi32((int32_t)e->low));
+    v = _mm256_min_epi32(v, _mm256_set1_epi32((int32_t)e->high));
+    return _mm256_add_epi32(v, _mm256_set1_epi32((int32_t)e->zero));
+}
+
+/* Store what `finished` gives of eight channels, or of fewer, of two pixels. */
+INLINE void store_pair(int mode, int64_t channels, const Lanes *l, void *output, const int64_t *places, __m256i first, __m256i second, int two) {
+    if (mode == SUM) {
+        _mm256_maskstore_epi32((int32_t *)output + places[0], l->mask, first);
+        if (two) _mm256_maskstore_epi32((int32_t *)output + places[1], l->mask, second);
+        return;
+    }
+    __m256i words = _mm256_packs_epi32(first, second), bytes = _mm256_packus_epi16(words, words);
+    __m128i both = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5)));
+    int64_t eights[2] = {_mm_cvtsi128_si64(both), _mm_extract_epi64(both, 1)};
+    for (int i = 0; i < 1 + two; i++) {
+        uint8_t *to = (uint8_t *)output + places[i];
+        if (channels >= 8) memcpy(to, eights + i, 8);
+        else memcpy(to, eights + i, (size_t)channels);
+    }
+}
+#endif
+
 /* BODY(mode, adds) with constants, for what the structure says. */
 #define FOR_EACH_EPILOGUE(s, BODY)                                                                                                     \
     switch ((s)->epilogue.mode * 2 + ((s)->residual != NULL)) {                                                                        \
@@ -213,6 +282,16 @@ static void finish_row(const Sum *s, const int32_t *sums, int64_t at) {
         __mmask16 mask = mask_of(channels - c);                                                                                        \
         Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, c, mask);                                                                     \
         finish(&s->epilogue, &lanes, MODE, ADDS, 0, _mm512_maskz_loadu_epi32(mask, sums + c), mask, s->residual, s->output, at + c);   \
+    }
+    FOR_EACH_EPILOGUE(s, ROW)
+#elif WORDS
+#define ROW(MODE, ADDS)                                                                                                                \
+    for (int64_t c = 0; c < channels; c += 8) {                                                                                        \
+        const int64_t place = at + c, left = channels - c;                                                                             \
+        const Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, c, mask_of(left));                                                      \
+        const __m256i sum = lanes_at(sums, c, lanes.mask);                                                                             \
+        __m256i v = finished(&s->epilogue, &lanes, MODE, ADDS, left, sum, s->residual + place);                                        \
+        store_pair(MODE, left, &lanes, s->output, &place, v, v, 0);                                                                    \
     }
     FOR_EACH_EPILOGUE(s, ROW)
 #else
@@ -626,68 +705,357 @@ static void tiles_of(const Sum *s, int64_t group, const Operands *o, int64_t beg
 #endif
 
 #if WORDS
+/* AVX2 multiplies bytes of an operand by those of a weight in pairs, and adds the two products in 16 bits, where they may not fit
+   (maddubs). That they do is a property of the weight, so it is proved where the weight is packed, by `fxq_arrange`:
+
+   A step is four bytes of a pixel times a quad of weights of each of eight output channels. The two products of a pair, and those of
+   several steps, a run, are added in 16 bits; then the run's two sums of a channel are widened to 32 bits and added to its total. Bytes
+   are at most 255 (127 if `small`), so a run is exact where neither the positive weights that meet in 16 bits nor the negative ones have
+   a sum of magnitudes above 128 (258). Order is free: steps that fit together make a run. A step that alone does not fit becomes two,
+   which share its weights. Where so many are split that it does not pay, all bytes of a layer are widened to 16 bits: words. */
+
+enum { BYTES = 1, WORDED = 2 };                 /* what the steps of an arranged weight multiply */
+enum { CHANNELS = 8, QUAD = 4, STEP = CHANNELS * QUAD, SUMS = STEP / 2 }; /* output channels, bytes, products and sums in 16 bits of a step */
+enum { LONGEST = 4 };                           /* steps of a run */
 #ifdef __AVXVNNI__
-enum { NARROW = 6, CHUNK = 48 }; /* pixels side by side */
+enum { SIDE = 12, LOOKED = 1, EXACT = 1 };      /* pixels side by side; steps that are tried for a run; whether every step is exact, alone */
 #else
-enum { NARROW = 4, CHUNK = 48 };
+enum { SIDE = 8, LOOKED = 24, EXACT = 0 };
 #endif
 
-/* The sums of NARROW pixels by 16 channels. Without dot products of bytes, even and odd bytes are widened apart, and products of two of
-   them are exact in 32 bits. */
-INLINE void sum_words(const Sum *s, int small, const uint8_t *const *table, int64_t offset, const int8_t *weight, int64_t quads, int32_t (*sums)[16]) {
-    __m256i sum[NARROW][2];
-    int64_t taps = taps_of(s);
-#pragma GCC unroll 8
-    for (int m = 0; m < NARROW; m++) sum[m][0] = sum[m][1] = _mm256_setzero_si256();
-    for (int64_t t = 0; t < taps; t++)
-        for (int64_t k = 0; k < quads; k++, weight += 64) {
-            __m256i w[2];
-#pragma GCC unroll 2
-            for (int b = 0; b < 2; b++) w[b] = _mm256_loadu_si256((const __m256i *)(weight + 32 * b));
-#ifndef __AVXVNNI__
-            const __m256i low = _mm256_set1_epi32(0x00FF00FF), ones = _mm256_set1_epi16(1);
-            __m256i even[2], odd[2];
-#pragma GCC unroll 2
-            for (int b = 0; b < 2; b++) even[b] = _mm256_srai_epi16(_mm256_slli_epi16(w[b], 8), 8), odd[b] = _mm256_srai_epi16(w[b], 8);
-#endif
-#pragma GCC unroll 8
-            for (int m = 0; m < NARROW; m++) {
-                int32_t word;
-                memcpy(&word, table[t * CHUNK + m] + offset + 4 * k, 4);
-                __m256i x = _mm256_set1_epi32(word);
-#ifdef __AVXVNNI__
-#pragma GCC unroll 2
-                for (int b = 0; b < 2; b++) sum[m][b] = _mm256_dpbusd_avx_epi32(sum[m][b], x, w[b]);
-#else
-                __m256i first = _mm256_and_si256(x, low), second = _mm256_srli_epi16(x, 8);
-#pragma GCC unroll 2
-                for (int b = 0; b < 2; b++) {
-                    __m256i pairs = small ? _mm256_madd_epi16(_mm256_maddubs_epi16(x, w[b]), ones)
-                                          : _mm256_add_epi32(_mm256_madd_epi16(first, even[b]), _mm256_madd_epi16(second, odd[b]));
-                    sum[m][b] = _mm256_add_epi32(sum[m][b], pairs);
-                }
-#endif
-            }
-        }
-    for (int m = 0; m < NARROW; m++)
-        for (int b = 0; b < 2; b++) _mm256_storeu_si256((__m256i *)(sums[m] + 8 * b), sum[m][b]);
+typedef struct {
+    int32_t first, runs[LONGEST]; /* the first step; the number of runs of LONGEST steps, then of one fewer, ... */
+} Block; /* of eight output channels */
+
+/* An arranged weight: the blocks, the offset of the bytes of each step in a pixel's operands, and each step's weights. */
+typedef struct {
+    Block *blocks;
+    int32_t *offsets;
+    int8_t *weights;
+    int64_t count, most; /* numbers of blocks and, at most, of steps */
+} Arranged;
+
+static int64_t rounded(int64_t size) { return (size + 63) / 64 * 64; }
+
+static int64_t quads_of(const Sum *s) { return taps_of(s) * (s->channels / s->groups) / QUAD * (s->fused ? s->kernel_width : 1); }
+
+static int64_t blocks_of_group(const Sum *s) { return (s->out_channels / s->groups + CHANNELS - 1) / CHANNELS; }
+
+static Arranged arranged_at(const Sum *s, void *memory) {
+    Arranged a = {.blocks = memory, .count = s->groups * blocks_of_group(s)};
+    a.most = a.count * quads_of(s) * (2 - EXACT);
+    a.offsets = (int32_t *)((char *)memory + rounded(a.count * (int64_t)sizeof(Block)));
+    a.weights = (int8_t *)a.offsets + rounded(a.most * (int64_t)sizeof(int32_t));
+    return a;
 }
 
-static void sum_chunk(const Sum *s, const uint8_t *const *table, int64_t count, int32_t *rows) {
-    int64_t inner = s->channels / s->groups, outer = s->out_channels / s->groups, blocks = (outer + 15) / 16;
-    int64_t quads = inner / 4 * (s->fused ? s->kernel_width : 1), block_bytes = taps_of(s) * quads * 64;
-    int32_t sums[NARROW][16];
-    for (int64_t block = 0; block < blocks * s->groups; block++) {
-        int64_t group = block / blocks, channel = group * outer + block % blocks * 16, channels = least(16, (group + 1) * outer - channel);
-        for (int64_t m = 0; m < count; m += NARROW) {
-            const int8_t *weight = (const int8_t *)s->weight + block * block_bytes;
-            if (s->small) sum_words(s, 1, table + m, group * inner, weight, quads, sums);
-            else sum_words(s, 0, table + m, group * inner, weight, quads, sums);
-            for (int64_t i = m; i < least(m + NARROW, count); i++)
-                for (int64_t c = 0; c < channels; c++) rows[i * s->out_channels + channel + c] = sums[i - m][c] + s->bias[channel + c];
+/* A step that waits for a run, with the sums of its positive and its negative weights that meet in each sum of 16 bits. */
+typedef struct {
+    int8_t weights[STEP];
+    int16_t positive[SUMS], negative[SUMS];
+    int32_t offset, taken;
+} Waiting;
+
+static void total_step(Waiting *step) {
+    for (int i = 0; i < SUMS; i++) {
+        int first = step->weights[2 * i], second = step->weights[2 * i + 1];
+        step->positive[i] = (int16_t)((first > 0 ? first : 0) + (second > 0 ? second : 0));
+        step->negative[i] = (int16_t)((first < 0 ? -first : 0) + (second < 0 ? -second : 0));
+    }
+}
+
+/* Move half of the weights that do not fit to a second step; return the number of steps. */
+static int64_t split_step(Waiting *step, int16_t most) {
+    int splits = 0;
+    memset(step[1].weights, 0, STEP);
+    for (int i = 0; i < SUMS; i++)
+        if (step->positive[i] > most || step->negative[i] > most)
+            for (int j = 2 * i; j < 2 * i + 2; j++, splits = 1) {
+                step[1].weights[j] = (int8_t)(step->weights[j] / 2);
+                step->weights[j] = (int8_t)(step->weights[j] - step[1].weights[j]);
+            }
+    step[1].offset = step->offset;
+    for (int i = 0; i < 1 + splits; i++) total_step(step + i);
+    return 1 + splits;
+}
+
+/* Add a step to the sums of a run, if it fits. */
+static int fits_run(const Waiting *step, int16_t most, int16_t *positive, int16_t *negative) {
+    int above = 0;
+    for (int i = 0; i < SUMS; i++) above |= (positive[i] + step->positive[i] > most) | (negative[i] + step->negative[i] > most);
+    if (above) return 0;
+    for (int i = 0; i < SUMS; i++) positive[i] = (int16_t)(positive[i] + step->positive[i]), negative[i] = (int16_t)(negative[i] + step->negative[i]);
+    return 1;
+}
+
+/* Order the steps of a block by runs, the longest first. `order` gets their indices; `runs` the number of runs of each length. */
+static void find_runs(Waiting *steps, int64_t count, int16_t most, int32_t *order, int32_t *runs) {
+    int32_t *places = malloc((size_t)(count * (LONGEST + 1) + 1) * sizeof *places); /* of each run, its length and its steps */
+    int64_t number = 0;
+    for (int64_t first = 0; first < count; first++) {
+        if (steps[first].taken) continue;
+        int16_t positive[SUMS] = {0}, negative[SUMS] = {0};
+        int32_t *run = places + number++ * (LONGEST + 1);
+        *run = 0;
+        for (int64_t i = first, tried = 0; i < count && tried < LOOKED && *run < LONGEST; i++) {
+            if (steps[i].taken) continue;
+            tried++;
+            if ((steps[i].taken = fits_run(steps + i, most, positive, negative))) run[++*run] = (int32_t)i;
         }
     }
-    for (int64_t m = 0; m < count; m++) finish_row(s, rows + m * s->out_channels, places_of(s, table, CHUNK)[m]);
+    for (int length = LONGEST; length > 0; length--)
+        for (int64_t i = 0; i < number; i++) {
+            const int32_t *run = places + i * (LONGEST + 1);
+            if (*run != length) continue;
+            runs[LONGEST - length]++;
+            for (int j = 1; j <= length; j++) *order++ = run[j];
+        }
+    free(places);
+}
+
+/* Of the quads of eight channels, the first two bytes of each and then the last two, as words are multiplied. */
+static inline __m256i halves_of(__m256i quads) {
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(quads, order), _MM_SHUFFLE(3, 1, 2, 0));
+}
+
+/* The weight of a step, from one that is packed as (group, block, tap, quad of input channels, 16 output channels, 4). */
+static const int8_t *packed_step(const Sum *s, int64_t block, int64_t quad) {
+    int64_t group = block / blocks_of_group(s), own = block % blocks_of_group(s), doubles = (blocks_of_group(s) + 1) / 2;
+    return (const int8_t *)s->weight + (((group * doubles + own / 2) * quads_of(s) + quad) * 2 + own % 2) * STEP;
+}
+
+/* Where the bytes of a step lie among the operands of a pixel: the channels of each tap, one tap after another. */
+static int32_t offset_of(const Sum *s, int64_t block, int64_t quad) {
+    int64_t inner = s->channels / s->groups, of_tap = quads_of(s) / taps_of(s);
+    int64_t whole = s->channels * (s->fused ? s->kernel_width : 1);
+    return (int32_t)(quad / of_tap * whole + block / blocks_of_group(s) * inner + quad % of_tap * QUAD);
+}
+
+static int16_t largest_sum(const Sum *s) { return EXACT ? 2 * 128 : s->small ? 258 : 128; }
+
+static int64_t arrange(Sum *s, const Arranged *a, int worded) {
+    int64_t quads = quads_of(s), cost = 0;
+    Waiting *steps = malloc((size_t)(2 * quads + 1) * sizeof *steps);
+    int32_t *order = malloc((size_t)(2 * quads + 1) * sizeof *order);
+    s->steps = s->runs = 0;
+    for (int64_t block = 0; block < a->count; block++) {
+        int64_t count = 0;
+        for (int64_t quad = 0; quad < quads; quad++) {
+            static const int8_t none[STEP];
+            Waiting *step = steps + count;
+            memcpy(step->weights, packed_step(s, block, quad), STEP);
+            if (!memcmp(step->weights, none, STEP)) continue; /* as of channels that are only padding, or of another group */
+            step->offset = offset_of(s, block, quad);
+            total_step(step);
+            count += worded ? 1 : split_step(step, largest_sum(s));
+        }
+        for (int64_t i = 0; i < count; i++) steps[i].taken = 0, order[i] = (int32_t)i;
+        Block *own = a->blocks + block;
+        memset(own, 0, sizeof *own);
+        own->first = (int32_t)s->steps;
+        if (worded) own->runs[LONGEST - 1] = (int32_t)count;
+        else find_runs(steps, count, largest_sum(s), order, own->runs);
+        for (int64_t i = 0; i < count; i++) {
+            const Waiting *step = steps + order[i];
+            __m256i weights = _mm256_loadu_si256((const __m256i *)step->weights);
+            _mm256_storeu_si256((__m256i *)(a->weights + (s->steps + i) * STEP), worded ? halves_of(weights) : weights);
+            a->offsets[s->steps + i] = step->offset;
+        }
+        for (int i = 0; i < LONGEST; i++) s->runs += own->runs[i];
+        s->steps += count;
+    }
+    cost = worded ? 6 * s->steps : 3 * s->steps + s->runs; /* of eight sums: loads, products and additions */
+    free(steps);
+    free(order);
+    s->arranged = worded ? WORDED : BYTES;
+    return cost;
+}
+#endif
+
+/* The bytes that a weight takes once it is arranged, and at most before it is; 0 where it stays as it is packed. */
+int64_t fxq_bytes_arranged(const Sum *s) {
+#if WORDS
+    Arranged a = arranged_at(s, NULL);
+    return (int64_t)(intptr_t)a.weights + (s->steps ? s->steps : a.most) * STEP;
+#else
+    (void)s;
+    return 0;
+#endif
+}
+
+/* Arrange the packed weight of a sum in the memory of its output, and write how that was done to the structure. */
+void fxq_arrange(Sum *s) {
+#if WORDS
+    Arranged a = arranged_at(s, s->output);
+    int64_t cost = arrange(s, &a, 0);
+    if (!EXACT && arrange(s, &a, 1) >= cost) arrange(s, &a, 0);
+#else
+    (void)s;
+#endif
+}
+
+#if WORDS
+/* The sums of one run after another, each of `length` steps, of `pixels` pixels by eight channels; x: the first operand of each pixel. */
+INLINE void add_runs(const int length, const int pixels, int32_t runs, const uint8_t *const *x, const int32_t **offsets, const int8_t **weights,
+                     __m256i *sums) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    const int32_t *offset = *offsets;
+    const int8_t *w = *weights;
+    for (int32_t run = 0; run < runs; run++, offset += length, w += length * STEP) {
+        __m256i factors[LONGEST];
+        int64_t at[LONGEST];
+#pragma GCC unroll 4
+        for (int i = 0; i < length; i++) factors[i] = _mm256_loadu_si256((const __m256i *)(w + i * STEP)), at[i] = offset[i];
+#pragma GCC unroll 12
+        for (int m = 0; m < pixels; m++) {
+            __m256i total = _mm256_setzero_si256();
+#pragma GCC unroll 4
+            for (int i = 0; i < length; i++) {
+                int32_t word;
+                memcpy(&word, x[m] + at[i], 4);
+#ifdef __AVXVNNI__
+                sums[m] = _mm256_dpbusd_avx_epi32(sums[m], _mm256_set1_epi32(word), factors[i]);
+#else
+                const __m256i products = _mm256_maddubs_epi16(_mm256_set1_epi32(word), factors[i]);
+                total = i ? _mm256_add_epi16(total, products) : products;
+                __asm__("" : "+x"(total));
+#endif
+            }
+            if (!EXACT) sums[m] = _mm256_add_epi32(sums[m], _mm256_madd_epi16(total, ones));
+        }
+    }
+    *offsets = offset;
+    *weights = w;
+}
+
+/* The sums of steps whose operands were widened. */
+INLINE void add_words(const int pixels, int32_t steps, const uint8_t *const *x, const int32_t *offset, const int8_t *w, __m256i *sums) {
+    for (int32_t step = 0; step < steps; step++, offset++, w += STEP) {
+        const int64_t at = 2 * *offset;
+        __m256i factors[2];
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) factors[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w + i));
+#pragma GCC unroll 12
+        for (int m = 0; m < pixels; m++)
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                int32_t words;
+                memcpy(&words, x[m] + at + 4 * i, 4);
+                sums[m] = _mm256_add_epi32(sums[m], _mm256_madd_epi16(_mm256_set1_epi32(words), factors[i]));
+            }
+    }
+}
+
+/* The operands of pixels: `pitch` bytes from one to the next. */
+typedef struct {
+    const uint8_t *rows;
+    const int64_t *places;
+    int64_t pitch;
+} Pixels;
+
+/* The sums of `pixels` pixels by eight channels, from `m` on, finished. */
+INLINE void tile_of(const Sum *s, const int pixels, const Arranged *a, const Block *own, const Pixels *from, int64_t m, int64_t channel,
+                    int64_t channels) {
+    const int32_t *offsets = a->offsets + own->first;
+    const int8_t *weights = a->weights + own->first * STEP;
+    const uint8_t *x[SIDE];
+    const __m256i mask = mask_of(channels), bias = lanes_at(s->bias, channel, mask);
+    __m256i sums[SIDE];
+#pragma GCC unroll 12
+    for (int i = 0; i < pixels; i++) {
+        sums[i] = bias;
+        x[i] = from->rows + (m + i) * from->pitch;
+        __asm__("" : "+r"(x[i])); /* stays in a register of its own, in place of an addition for each operand */
+    }
+    if (s->arranged == WORDED) add_words(pixels, own->runs[LONGEST - 1], x, offsets, weights, sums);
+    else {
+        if (!EXACT) add_runs(4, pixels, own->runs[0], x, &offsets, &weights, sums);
+        if (!EXACT) add_runs(3, pixels, own->runs[1], x, &offsets, &weights, sums);
+        if (!EXACT) add_runs(2, pixels, own->runs[2], x, &offsets, &weights, sums);
+        add_runs(1, pixels, own->runs[3], x, &offsets, &weights, sums);
+    }
+    const int64_t *to = from->places + m;
+#define TILED(MODE, ADDS)                                                                                                              \
+    if (channels == CHANNELS) { TILED_OF(MODE, ADDS, CHANNELS) } else { TILED_OF(MODE, ADDS, channels) }
+#define TILED_OF(MODE, ADDS, COUNT)                                                                                                    \
+    const Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, channel, mask);                                                             \
+    _Pragma("GCC unroll 12") for (int i = 0; i < pixels; i += 2) {                                                                     \
+        const int two = i + 1 < pixels;                                                                                                \
+        const int64_t places[2] = {to[i] + channel, to[i + two] + channel};                                                            \
+        __m256i first = finished(&s->epilogue, &lanes, MODE, ADDS, COUNT, sums[i], s->residual + places[0]), second = first;           \
+        if (two) second = finished(&s->epilogue, &lanes, MODE, ADDS, COUNT, sums[i + two], s->residual + places[1]);                   \
+        store_pair(MODE, COUNT, &lanes, s->output, places, first, second, two);                                                        \
+    }
+    FOR_EACH_EPILOGUE(s, TILED)
+}
+
+/* The sums of `count` pixels by the eight channels of a block. */
+static void block_of(const Sum *s, const Arranged *a, int64_t block, const Pixels *from, int64_t count) {
+    const int64_t outer = s->out_channels / s->groups, of_group = blocks_of_group(s), group = block / of_group;
+    const int64_t channel = group * outer + block % of_group * CHANNELS, channels = least(CHANNELS, (group + 1) * outer - channel);
+    int64_t m = 0;
+    for (; m + SIDE <= count; m += SIDE) tile_of(s, SIDE, a, a->blocks + block, from, m, channel, channels);
+    for (; m + 4 <= count; m += 4) tile_of(s, 4, a, a->blocks + block, from, m, channel, channels);
+    for (; m < count; m++) tile_of(s, 1, a, a->blocks + block, from, m, channel, channels);
+}
+
+/* Copy a number of bytes that is a multiple of four; as words if they are widened. */
+INLINE void copy_run(uint8_t *to, const uint8_t *from, int64_t size, int widens) {
+    int64_t i = 0;
+    if (widens) {
+        for (; i + 16 <= size; i += 16)
+            _mm256_storeu_si256((__m256i *)(to + 2 * i), _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(from + i))));
+        for (; i < size; i += 4) {
+            int32_t word;
+            memcpy(&word, from + i, 4);
+            _mm_storel_epi64((__m128i *)(to + 2 * i), _mm_cvtepu8_epi16(_mm_cvtsi32_si128(word)));
+        }
+        return;
+    }
+    for (; i + 32 <= size; i += 32) _mm256_storeu_si256((__m256i *)(to + i), _mm256_loadu_si256((const __m256i *)(from + i)));
+    for (; i + 16 <= size; i += 16) _mm_storeu_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+    for (; i < size; i += 4) memcpy(to + i, from + i, 4);
+}
+
+/* Whether the operands of a pixel are that pixel of the input. */
+static int reads_pixels(const Sum *s) {
+    int64_t taps = s->kernel_depth * s->kernel_height * s->kernel_width, moves = s->stride_depth * s->stride_height * s->stride_width;
+    return taps == 1 && moves == 1 && !(s->pad_depth | s->pad_height | s->pad_width) && s->depth == s->out_depth &&
+           s->height == s->out_height && s->width == s->out_width;
+}
+
+enum { KEPT = 1 << 17, FEWEST = 24, MOST = 192 }; /* KEPT: bytes of operands that are computed at a time, of FEWEST to MOST pixels */
+
+static void sum_words(const Sum *s) {
+    const Arranged a = arranged_at(s, (void *)s->weight);
+    const int64_t pixels = s->batch * s->out_depth * s->out_height * s->out_width, taps = taps_of(s), widens = s->arranged == WORDED;
+    const int64_t run = s->channels * (s->fused ? s->kernel_width : 1), in_place = reads_pixels(s) && !widens;
+    const int64_t linear = in_place && s->step_depth * s->step_height * s->step_width == 1; /* the pixels of the result, in their order */
+    const int64_t pitch = in_place ? s->channels : taps * run * (1 + widens), fitting = KEPT / pitch / SIDE * SIDE;
+    const int64_t size = fitting < FEWEST ? FEWEST : fitting > MOST ? MOST : fitting;
+#pragma omp parallel num_threads(s->threads) if (s->threads > 1)
+    {
+        const uint8_t **table = malloc(bytes_of_table(s, size));
+        uint8_t *rows = in_place ? NULL : malloc((size_t)(size * pitch + 64));
+#pragma omp for
+        for (int64_t first = 0; first < pixels; first += size) {
+            int64_t count = least(size, pixels - first);
+            int64_t *places = (int64_t *)places_of(s, table, size);
+            if (linear) for (int64_t m = 0; m < count; m++) places[m] = (first + m) * s->out_pixel;
+            else find_pixels(s, first, count, size, table);
+            for (int64_t m = 0; m < count && !in_place; m++)
+                for (int64_t t = 0; t < taps; t++) {
+                    uint8_t *to = rows + m * pitch + t * run * (1 + widens);
+                    if (widens) copy_run(to, table[t * size + m], run, 1);
+                    else copy_run(to, table[t * size + m], run, 0);
+                }
+            const Pixels from = {in_place ? s->input + first * pitch : rows, places, pitch};
+            for (int64_t block = 0; block < a.count; block++) block_of(s, &a, block, &from, count);
+        }
+        free((void *)table);
+        free(rows);
+    }
 }
 #endif
 
@@ -754,19 +1122,7 @@ void fxq_convolution(const Sum *s) {
         free((void *)table);
     }
 #elif WORDS
-    int64_t pixels = s->batch * s->out_depth * s->out_height * s->out_width;
-#pragma omp parallel num_threads(s->threads) if (s->threads > 1)
-    {
-        const uint8_t **table = malloc(bytes_of_table(s, CHUNK));
-        int32_t *rows = malloc((size_t)(CHUNK * s->out_channels) * sizeof *rows);
-#pragma omp for
-        for (int64_t first = 0; first < pixels; first += CHUNK) {
-            find_pixels(s, first, least(CHUNK, pixels - first), CHUNK, table);
-            sum_chunk(s, table, least(CHUNK, pixels - first), rows);
-        }
-        free((void *)table);
-        free(rows);
-    }
+    sum_words(s);
 #else
     (void)s;
 #endif
@@ -826,11 +1182,20 @@ void fxq_product(const Product *p) {
 #pragma omp parallel num_threads(p->threads) if (p->threads > 1 && count > 1)
     {
         uint8_t *bytes = calloc((size_t)(p->rows * pixel + 64), 1);
-        int8_t *weight = malloc((size_t)((blocks * quads + 16) * 64));
+        int8_t *weight = malloc((size_t)((blocks * quads + 16) * 64)); /* tiles read up to 15 quads more */
         int32_t *bias = malloc((size_t)blocks * 64), *sums = malloc((size_t)p->rows * 4);
         Sum sum = {.input = bytes, .outside = bytes, .weight = weight, .bias = bias, .batch = p->rows, .channels = pixel, .threads = 1};
         set_one_pixel(&sum);
         sum.out_channels = sum.out_pixel = p->columns;
+#if WORDS
+        sum.arranged = EXACT ? BYTES : WORDED;
+        const Arranged arranged = arranged_at(&sum, malloc((size_t)fxq_bytes_arranged(&sum)));
+        sum.weight = arranged.blocks;
+        for (int64_t block = 0; block < arranged.count; block++) {
+            arranged.blocks[block] = (Block){.first = (int32_t)(block * quads), .runs = {[LONGEST - 1] = (int32_t)quads}};
+            for (int64_t k = 0; k < quads; k++) arranged.offsets[block * quads + k] = (int32_t)(QUAD * k);
+        }
+#endif
 #pragma omp for
         for (int64_t item = 0; item < count; item++) {
             int64_t z = item % p->sizes[2], y = item / p->sizes[2] % p->sizes[1], x = item / p->sizes[2] / p->sizes[1];
@@ -854,6 +1219,15 @@ void fxq_product(const Product *p) {
                     pack_block(from, of_other[3], of_other[4], least(4, p->depth - k), least(16, p->columns - 16 * block), turn,
                                weight + (block * quads + k / 4) * 64, bias + 16 * block);
                 }
+#if WORDS
+            for (int64_t i = 0; i < 2 * blocks * quads; i++) { /* of both halves of each vector */
+                int64_t block = i / 2 / quads * 2 + i % 2;
+                __m256i eight = _mm256_loadu_si256((const __m256i *)(weight + i * STEP));
+                if (block >= arranged.count) continue;
+                __m256i *to = (__m256i *)(arranged.weights + (block * quads + i / 2 % quads) * STEP);
+                _mm256_storeu_si256(to, EXACT ? eight : halves_of(eight));
+            }
+#endif
             for (int64_t n = 0; n < p->columns; n++) bias[n] *= -(int32_t)p->input_zero;
             sum.output = p->output + item * p->rows * p->columns;
             fxq_convolution(&sum);
@@ -861,6 +1235,9 @@ void fxq_product(const Product *p) {
                 for (int64_t m = 0; m < p->rows; m++)
                     for (int64_t n = 0; n < p->columns; n++) ((int32_t *)sum.output)[m * p->columns + n] += sums[m];
         }
+#if WORDS
+        free(arranged.blocks);
+#endif
         free(bytes);
         free(weight);
         free(bias);
