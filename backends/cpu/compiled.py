@@ -17,13 +17,14 @@ from fxquant.ir.integer import qparams
 from fxquant.kernels import constants
 from fxquant.kernels.admission import WINDOW, Layer, enumerated
 from fxquant.kernels.constants import Span
-from fxquant.kernels.kernel import ALIGNMENT, BIASED, Binding, Bound, Built, ChannelsLast, NotApplicable, Site, grid, implementation
+from fxquant.kernels.kernel import ALIGNMENT, BIASED, SLACK, Binding, Bound, Built, ChannelsLast, NotApplicable, Site, grid, implementation
 from fxquant.numerics.grids import INT32_MAX, LARGEST_DYNAMIC, SMALLEST_DYNAMIC
 from fxquant.primitives import Role, role_of, shape
 from fxquant.primitives.quantization import HALF_STEPS, TIES, half_step, requantize_real
 from fxquant.support.files import address, point, readable
 
 LANES = 16  # output channels that are summed side by side
+VECTOR = 32  # channels whose constants are read at once, at most
 
 
 def loaded_library(has: str = "") -> Any:
@@ -119,12 +120,17 @@ class Requantization:
             shifts = torch.zeros((), dtype=torch.int32, device="cpu") if shift is None else shift
             constants["residual_shift"] = _per_channel(shifts, channels, torch.int32)
             epilogue.residual_zero = site.held(site.match.reads[1]).zero
-        padded = {name: _padded(tensor, site.result().pixel) for name, tensor in constants.items()}
+        padded = {name: _padded(tensor, whole_vectors(site.result().pixel)) for name, tensor in constants.items()}
         return Requantization(epilogue, tuple(point(epilogue, padded.items())))
 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
     return F.pad(tensor, (0, size - tensor.shape[-1])).contiguous()
+
+
+def whole_vectors(channels: int) -> int:
+    """Return the channels that vector instructions read where there are so many."""
+    return -(-channels // VECTOR) * VECTOR
 
 
 @dataclass(frozen=True)
@@ -173,9 +179,9 @@ def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Cal
     Of one group, the taps of a row may be one sum. Channels that are only padding have no bias.
     """
     own, input, result = Requantization.of(site, layer), site.held(site.match.reads[0]), site.result()
-    outside, area, calls = torch.full((input.pixel,), input.zero, dtype=torch.uint8, device="cpu"), result.grid[1:-1], list[Summed]()
+    outside, area, calls = torch.full((input.pixel + SLACK,), input.zero, dtype=torch.uint8, device="cpu"), result.grid[1:-1], list[Summed]()
     for part, outputs in layer.convolutions(area):
-        bias = _padded(part.bias(input.zero), result.pixel)
+        bias = _padded(part.bias(input.zero), whole_vectors(result.pixel))
         sums = Sum(outside=address(outside), bias=address(bias), epilogue=own.epilogue, threads=1, groups=groups)
         sums.batch, sums.channels, sums.out_channels, sums.out_pixel = input.grid[0], input.pixel, result.channels, result.pixel
         window = (part.window[key] for key in WINDOW)
@@ -186,7 +192,7 @@ def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Cal
         sums.in_place = groups and loaded_library().fxq_reads_in_place(ctypes.addressof(sums))
         weight = pack(part.weight, sums.in_place * sums.channels * (sums.kernel_width if sums.fused else 1))
         sums.weight = address(weight)
-        weight = _arranged(sums, weight) if groups else weight
+        weight = _arranged(sums, weight)
         names, keeps = ("input", "residual")[: len(site.match.reads)], (weight, outside, bias, *own.keeps)
         calls.append(Summed(function, sums, names, keeps, _area(input), finish=loaded_library().fxq_finish))
     layer.prove_requantization(site, calls[0].requantized)

@@ -94,6 +94,8 @@ static inline int32_t nearest(float value) { /* half to even; |value| < 2^22 */
     return u.i - 0x4B400000;
 }
 
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 #define INLINE static inline __attribute__((always_inline))
 
 /* mode and adds are constants where these are inlined. */
@@ -198,61 +200,67 @@ INLINE void finish(const Epilogue *e, const Lanes *l, int mode, int adds, int fu
 #if WORDS
 typedef struct {
     __m256 factor;
-    __m256i shift, multiplier, right_shift, half, before, residual_factor, residual_shift, mask;
+    __m256i shift, multiplier, right_shift, half, before, residual_factor, residual_shift;
 } Lanes; /* what an epilogue is for eight channels */
 
-INLINE __m256i mask_of(int64_t channels) { /* of lanes below a number of channels */
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(channels > 8 ? 8 : (int32_t)channels), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+/* Numbers of eight channels: of four from `c` on, and of four more `apart` channels further on. Arrays are padded to whole vectors. */
+INLINE __m256i eight_of(const void *values, int64_t c, int64_t apart) {
+    const int32_t *at = (const int32_t *)values + c;
+    if (apart == 4) return _mm256_loadu_si256((const __m256i *)at);
+    return _mm256_loadu2_m128i((const __m128i *)(at + apart), (const __m128i *)at);
 }
 
-INLINE __m256i lanes_at(const int32_t *values, int64_t c, __m256i mask) { return _mm256_maskload_epi32(values + c, mask); }
-
-INLINE Lanes lanes_of(const Epilogue *e, int mode, int adds, int64_t c, __m256i mask) {
-    Lanes l = {.mask = mask};
-    if (mode == REAL) l.factor = _mm256_maskload_ps(e->factor + c, mask);
+INLINE Lanes lanes_of(const Epilogue *e, int mode, int adds, int64_t c, int64_t apart) {
+    Lanes l;
+    if (mode == REAL) l.factor = _mm256_castsi256_ps(eight_of(e->factor, c, apart));
     if (mode == FIXED) {
-        l.shift = lanes_at(e->shift, c, mask), l.multiplier = lanes_at(e->multiplier, c, mask);
-        l.right_shift = lanes_at(e->right_shift, c, mask), l.half = lanes_at(e->half, c, mask), l.before = lanes_at(e->before, c, mask);
+        l.shift = eight_of(e->shift, c, apart), l.multiplier = eight_of(e->multiplier, c, apart);
+        l.right_shift = eight_of(e->right_shift, c, apart), l.half = eight_of(e->half, c, apart), l.before = eight_of(e->before, c, apart);
     }
-    if (adds) l.residual_factor = lanes_at(e->residual_factor, c, mask), l.residual_shift = lanes_at(e->residual_shift, c, mask);
+    if (adds) l.residual_factor = eight_of(e->residual_factor, c, apart), l.residual_shift = eight_of(e->residual_shift, c, apart);
     return l;
 }
 
-/* The integers that eight sums become, with the zero added; of an accumulator, the sums. mode, adds and full are constants. */
-INLINE __m256i finished(const Epilogue *e, const Lanes *l, int mode, int adds, int64_t channels, __m256i sum, const uint8_t *residual) {
+/* The integers that eight sums become, before their limits; of an accumulator, the sums. mode and adds are constants. */
+INLINE __m256i finished(const Epilogue *e, const Lanes *l, int mode, int adds, __m256i sum, __m128i residual) {
     if (adds) {
-        uint64_t bytes = 0;
-        if (channels >= 8) memcpy(&bytes, residual, 8);
-        else memcpy(&bytes, residual, (size_t)channels);
-        __m256i r = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
-        r = _mm256_sub_epi32(r, _mm256_set1_epi32((int32_t)e->residual_zero));
+        __m256i r = _mm256_sub_epi32(_mm256_cvtepu8_epi32(residual), _mm256_set1_epi32((int32_t)e->residual_zero));
         sum = _mm256_add_epi32(sum, _mm256_srav_epi32(_mm256_mullo_epi32(r, l->residual_factor), l->residual_shift));
     }
     if (mode == SUM) return sum;
-    if (mode == REAL) {
-        __m256 v = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), l->factor);
-        v = _mm256_min_ps(_mm256_max_ps(v, _mm256_set1_ps((float)e->low)), _mm256_set1_ps((float)e->high));
-        v = _mm256_add_ps(v, _mm256_set1_ps(12582912.0f)); /* rounds as `nearest` does, whatever the mode of conversions is */
-        return _mm256_add_epi32(_mm256_castps_si256(v), _mm256_set1_epi32((int32_t)e->zero - 0x4B400000));
+    if (mode == REAL) { /* beyond 2^31 a positive number would become a negative integer */
+        __m256 v = _mm256_min_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(sum), l->factor), _mm256_set1_ps(32767.0f));
+        return _mm256_cvtps_epi32(v);
     }
     __m256i v = _mm256_srav_epi32(_mm256_add_epi32(sum, l->before), l->shift);
     v = _mm256_max_epi32(v, _mm256_set1_epi32((int32_t)-e->limit));
     v = _mm256_min_epi32(v, _mm256_set1_epi32((int32_t)(e->limit - 1)));
     v = _mm256_madd_epi16(v, l->multiplier); /* both have 16 bits, and the upper half of the multiplier is 0 */
-    v = _mm256_srav_epi32(_mm256_add_epi32(v, l->half), l->right_shift);
-    v = _mm256_max_epi32(v, _mm256_set1_epi32((int32_t)e->low));
-    v = _mm256_min_epi32(v, _mm256_set1_epi32((int32_t)e->high));
-    return _mm256_add_epi32(v, _mm256_set1_epi32((int32_t)e->zero));
+    return _mm256_srav_epi32(_mm256_add_epi32(v, l->half), l->right_shift);
 }
 
-/* Store what `finished` gives of eight channels, or of fewer, of two pixels. */
-INLINE void store_pair(int mode, int64_t channels, const Lanes *l, void *output, const int64_t *places, __m256i first, __m256i second, int two) {
+/* Sixteen integers within their limits, with the zero added, in 16 bits: in each half of the vector, four of `first`, then of `second`. */
+INLINE __m256i limited(const Epilogue *e, __m256i first, __m256i second) {
+    __m256i words = _mm256_packs_epi32(first, second); /* saturates, beyond the limits of bytes */
+    words = _mm256_max_epi16(words, _mm256_set1_epi16((int16_t)e->low));
+    words = _mm256_min_epi16(words, _mm256_set1_epi16((int16_t)e->high));
+    return _mm256_add_epi16(words, _mm256_set1_epi16((int16_t)e->zero));
+}
+
+INLINE __m128i residual_of(const uint8_t *residual, int64_t channels) {
+    int64_t bytes = 0;
+    if (channels >= 8) memcpy(&bytes, residual, 8);
+    else memcpy(&bytes, residual, (size_t)channels);
+    return _mm_cvtsi64_si128(bytes);
+}
+
+/* Store what `finished` gives of eight channels, or of fewer, of two pixels, or of the first. */
+INLINE void store_pair(const Epilogue *e, int mode, int64_t channels, void *output, const int64_t *places, const __m256i *sums, int two) {
     if (mode == SUM) {
-        _mm256_maskstore_epi32((int32_t *)output + places[0], l->mask, first);
-        if (two) _mm256_maskstore_epi32((int32_t *)output + places[1], l->mask, second);
+        for (int i = 0; i < 1 + two; i++) memcpy((int32_t *)output + places[i], sums + i, (size_t)least(channels, 8) * 4);
         return;
     }
-    __m256i words = _mm256_packs_epi32(first, second), bytes = _mm256_packus_epi16(words, words);
+    __m256i words = limited(e, sums[0], sums[two]), bytes = _mm256_packus_epi16(words, words);
     __m128i both = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5)));
     int64_t eights[2] = {_mm_cvtsi128_si64(both), _mm_extract_epi64(both, 1)};
     for (int i = 0; i < 1 + two; i++) {
@@ -288,10 +296,12 @@ static void finish_row(const Sum *s, const int32_t *sums, int64_t at) {
 #define ROW(MODE, ADDS)                                                                                                                \
     for (int64_t c = 0; c < channels; c += 8) {                                                                                        \
         const int64_t place = at + c, left = channels - c;                                                                             \
-        const Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, c, mask_of(left));                                                      \
-        const __m256i sum = lanes_at(sums, c, lanes.mask);                                                                             \
-        __m256i v = finished(&s->epilogue, &lanes, MODE, ADDS, left, sum, s->residual + place);                                        \
-        store_pair(MODE, left, &lanes, s->output, &place, v, v, 0);                                                                    \
+        const Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, c, 4);                                                                  \
+        int32_t own[8];                                                                                                                \
+        memcpy(own, sums + c, (size_t)least(left, 8) * sizeof *own);                                                                   \
+        const __m128i residual = ADDS ? residual_of(s->residual + place, left) : _mm_setzero_si128();                                  \
+        const __m256i v = finished(&s->epilogue, &lanes, MODE, ADDS, _mm256_loadu_si256((const __m256i *)own), residual);              \
+        store_pair(&s->epilogue, MODE, left, s->output, &place, &v, 0);                                                                \
     }
     FOR_EACH_EPILOGUE(s, ROW)
 #else
@@ -380,8 +390,6 @@ static void set_one_pixel(Sum *s) {
     s->whole_depth = s->whole_height = s->whole_width = s->step_depth = s->step_height = s->step_width = 1;
 }
 #endif
-
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- sums of products over channels ---- */
 
@@ -716,7 +724,8 @@ static void tiles_of(const Sum *s, int64_t group, const Operands *o, int64_t beg
 
 enum { BYTES = 1, WORDED = 2 };                 /* what the steps of an arranged weight multiply */
 enum { CHANNELS = 8, QUAD = 4, STEP = CHANNELS * QUAD, SUMS = STEP / 2 }; /* output channels, bytes, products and sums in 16 bits of a step */
-enum { LONGEST = 4 };                           /* steps of a run */
+enum { LONGEST = 8, LONG = 4 };                 /* steps of a run: of filters, and of sums over channels */
+enum { FILTERS = 32 };                          /* channels of a block of filters, whose steps are two taps of each of them */
 #ifdef __AVXVNNI__
 enum { SIDE = 12, LOOKED = 1, EXACT = 1 };      /* pixels side by side; steps that are tried for a run; whether every step is exact, alone */
 #else
@@ -724,8 +733,8 @@ enum { SIDE = 8, LOOKED = 24, EXACT = 0 };
 #endif
 
 typedef struct {
-    int32_t first, runs[LONGEST]; /* the first step; the number of runs of LONGEST steps, then of one fewer, ... */
-} Block; /* of eight output channels */
+    int32_t first, runs[LONGEST]; /* the first step; the numbers of runs of one step, of two, ... The longest come first */
+} Block; /* of output channels */
 
 /* An arranged weight: the blocks, the offset of the bytes of each step in a pixel's operands, and each step's weights. */
 typedef struct {
@@ -751,13 +760,13 @@ static Arranged arranged_at(const Sum *s, void *memory) {
 
 /* A step that waits for a run, with the sums of its positive and its negative weights that meet in each sum of 16 bits. */
 typedef struct {
-    int8_t weights[STEP];
-    int16_t positive[SUMS], negative[SUMS];
+    int8_t weights[2 * FILTERS];
+    int16_t positive[FILTERS], negative[FILTERS]; /* of SUMS of them, where it is no step of filters */
     int32_t offset, taken;
 } Waiting;
 
-static void total_step(Waiting *step) {
-    for (int i = 0; i < SUMS; i++) {
+static void total_step(Waiting *step, int sums) {
+    for (int i = 0; i < sums; i++) {
         int first = step->weights[2 * i], second = step->weights[2 * i + 1];
         step->positive[i] = (int16_t)((first > 0 ? first : 0) + (second > 0 ? second : 0));
         step->negative[i] = (int16_t)((first < 0 ? -first : 0) + (second < 0 ? -second : 0));
@@ -765,49 +774,49 @@ static void total_step(Waiting *step) {
 }
 
 /* Move half of the weights that do not fit to a second step; return the number of steps. */
-static int64_t split_step(Waiting *step, int16_t most) {
+static int64_t split_step(Waiting *step, int16_t most, int sums) {
     int splits = 0;
-    memset(step[1].weights, 0, STEP);
-    for (int i = 0; i < SUMS; i++)
+    memset(step[1].weights, 0, sizeof step[1].weights);
+    for (int i = 0; i < sums; i++)
         if (step->positive[i] > most || step->negative[i] > most)
             for (int j = 2 * i; j < 2 * i + 2; j++, splits = 1) {
                 step[1].weights[j] = (int8_t)(step->weights[j] / 2);
                 step->weights[j] = (int8_t)(step->weights[j] - step[1].weights[j]);
             }
     step[1].offset = step->offset;
-    for (int i = 0; i < 1 + splits; i++) total_step(step + i);
+    for (int i = 0; i < 1 + splits; i++) total_step(step + i, sums);
     return 1 + splits;
 }
 
 /* Add a step to the sums of a run, if it fits. */
-static int fits_run(const Waiting *step, int16_t most, int16_t *positive, int16_t *negative) {
+INLINE int fits_run(const Waiting *step, int16_t most, const int sums, int16_t *positive, int16_t *negative) {
     int above = 0;
-    for (int i = 0; i < SUMS; i++) above |= (positive[i] + step->positive[i] > most) | (negative[i] + step->negative[i] > most);
+    for (int i = 0; i < sums; i++) above |= (positive[i] + step->positive[i] > most) | (negative[i] + step->negative[i] > most);
     if (above) return 0;
-    for (int i = 0; i < SUMS; i++) positive[i] = (int16_t)(positive[i] + step->positive[i]), negative[i] = (int16_t)(negative[i] + step->negative[i]);
+    for (int i = 0; i < sums; i++) positive[i] = (int16_t)(positive[i] + step->positive[i]), negative[i] = (int16_t)(negative[i] + step->negative[i]);
     return 1;
 }
 
 /* Order the steps of a block by runs, the longest first. `order` gets their indices; `runs` the number of runs of each length. */
-static void find_runs(Waiting *steps, int64_t count, int16_t most, int32_t *order, int32_t *runs) {
+INLINE void find_runs(Waiting *steps, int64_t count, int16_t most, const int sums, const int longest, int32_t *order, int32_t *runs) {
     int32_t *places = malloc((size_t)(count * (LONGEST + 1) + 1) * sizeof *places); /* of each run, its length and its steps */
     int64_t number = 0;
     for (int64_t first = 0; first < count; first++) {
         if (steps[first].taken) continue;
-        int16_t positive[SUMS] = {0}, negative[SUMS] = {0};
+        int16_t positive[FILTERS] = {0}, negative[FILTERS] = {0};
         int32_t *run = places + number++ * (LONGEST + 1);
         *run = 0;
-        for (int64_t i = first, tried = 0; i < count && tried < LOOKED && *run < LONGEST; i++) {
+        for (int64_t i = first, tried = 0; i < count && tried < LOOKED && *run < longest; i++) {
             if (steps[i].taken) continue;
             tried++;
-            if ((steps[i].taken = fits_run(steps + i, most, positive, negative))) run[++*run] = (int32_t)i;
+            if ((steps[i].taken = fits_run(steps + i, most, sums, positive, negative))) run[++*run] = (int32_t)i;
         }
     }
-    for (int length = LONGEST; length > 0; length--)
+    for (int length = longest; length > 0; length--)
         for (int64_t i = 0; i < number; i++) {
             const int32_t *run = places + i * (LONGEST + 1);
             if (*run != length) continue;
-            runs[LONGEST - length]++;
+            runs[length - 1]++;
             for (int j = 1; j <= length; j++) *order++ = run[j];
         }
     free(places);
@@ -847,15 +856,15 @@ static int64_t arrange(Sum *s, const Arranged *a, int worded) {
             memcpy(step->weights, packed_step(s, block, quad), STEP);
             if (!memcmp(step->weights, none, STEP)) continue; /* as of channels that are only padding, or of another group */
             step->offset = offset_of(s, block, quad);
-            total_step(step);
-            count += worded ? 1 : split_step(step, largest_sum(s));
+            total_step(step, SUMS);
+            count += worded ? 1 : split_step(step, largest_sum(s), SUMS);
         }
         for (int64_t i = 0; i < count; i++) steps[i].taken = 0, order[i] = (int32_t)i;
         Block *own = a->blocks + block;
         memset(own, 0, sizeof *own);
         own->first = (int32_t)s->steps;
-        if (worded) own->runs[LONGEST - 1] = (int32_t)count;
-        else find_runs(steps, count, largest_sum(s), order, own->runs);
+        if (worded) own->runs[0] = (int32_t)count;
+        else find_runs(steps, count, largest_sum(s), SUMS, LONG, order, own->runs);
         for (int64_t i = 0; i < count; i++) {
             const Waiting *step = steps + order[i];
             __m256i weights = _mm256_loadu_si256((const __m256i *)step->weights);
@@ -873,11 +882,78 @@ static int64_t arrange(Sum *s, const Arranged *a, int worded) {
 }
 #endif
 
+#if WORDS
+/* ---- one filter for each channel: a step is two taps of each of 32 channels ---- */
+
+static int64_t pairs_of_taps(const Sum *s) { return (taps_of(s) + 1) / 2; }
+
+static int64_t bytes_of_filters(int64_t worded) { return FILTERS * (worded ? 4 : 2); } /* of a step */
+
+static Arranged filters_at(const Sum *s, void *memory) {
+    Arranged a = {.blocks = memory, .count = (s->channels + FILTERS - 1) / FILTERS};
+    a.most = a.count * pairs_of_taps(s) * 2;
+    a.offsets = (int32_t *)((char *)memory + rounded(a.count * (int64_t)sizeof(Block)));
+    a.weights = (int8_t *)a.offsets + rounded(a.most * (int64_t)sizeof(int32_t));
+    return a;
+}
+
+/* The channel of a block whose two weights are the i-th of a step, as bytes of two taps are interleaved: 0 to 7, 16 to 23, 8 to 15, 24 to 31. */
+static int64_t filter_of(int64_t i) { return i / 8 == 1 ? i + 8 : i / 8 == 2 ? i - 8 : i; }
+
+static int64_t arrange_filters(Sum *s, const Arranged *a, int worded) {
+    int64_t pairs = pairs_of_taps(s), taps = taps_of(s);
+    Waiting *steps = malloc((size_t)(2 * pairs) * sizeof *steps);
+    int32_t *order = malloc((size_t)(2 * pairs) * sizeof *order);
+    s->steps = s->runs = 0;
+    for (int64_t block = 0; block < a->count; block++) {
+        int64_t count = 0;
+        for (int64_t pair = 0; pair < pairs; pair++) {
+            Waiting *step = steps + count;
+            for (int64_t i = 0; i < FILTERS; i++)
+                for (int64_t j = 0; j < 2; j++) {
+                    int64_t c = block * FILTERS + filter_of(i), tap = 2 * pair + j;
+                    step->weights[2 * i + j] = c < s->channels && tap < taps ? (int8_t)((const int32_t *)s->weight)[tap * s->channels + c] : 0;
+                }
+            step->offset = (int32_t)(2 * pair);
+            total_step(step, FILTERS);
+            count += worded ? 1 : split_step(step, s->small ? 258 : 128, FILTERS);
+        }
+        for (int64_t i = 0; i < count; i++) steps[i].taken = 0, order[i] = (int32_t)i;
+        Block *own = a->blocks + block;
+        memset(own, 0, sizeof *own);
+        own->first = (int32_t)s->steps;
+        if (worded) own->runs[0] = (int32_t)count;
+        else find_runs(steps, count, s->small ? 258 : 128, FILTERS, LONGEST, order, own->runs);
+        for (int64_t i = 0; i < count; i++) {
+            const Waiting *step = steps + order[i];
+            int8_t *to = a->weights + (s->steps + i) * bytes_of_filters(worded);
+            if (worded) for (int j = 0; j < 2 * FILTERS; j += 16) { /* in the order in which unpacked bytes are widened */
+                int from = j / 32 * 32 + j % 32 / 16 * 8;
+                __m128i quads = _mm_set_epi64x(0, 0);
+                int64_t halves[2];
+                memcpy(halves, step->weights + from, 8);
+                memcpy(halves + 1, step->weights + from + 16, 8);
+                quads = _mm_loadu_si128((const __m128i *)halves);
+                _mm256_storeu_si256((__m256i *)(to + 2 * j), _mm256_cvtepi8_epi16(quads));
+            } else memcpy(to, step->weights, 2 * FILTERS);
+            a->offsets[s->steps + i] = step->offset;
+        }
+        for (int i = 0; i < LONGEST; i++) s->runs += own->runs[i];
+        s->steps += count;
+    }
+    free(steps);
+    free(order);
+    s->arranged = worded ? WORDED : BYTES;
+    return worded ? 14 * s->steps : 6 * s->steps + 4 * s->runs; /* of 32 channels: products, additions and what interleaves */
+}
+#endif
+
 /* The bytes that a weight takes once it is arranged, and at most before it is; 0 where it stays as it is packed. */
 int64_t fxq_bytes_arranged(const Sum *s) {
 #if WORDS
-    Arranged a = arranged_at(s, NULL);
-    return (int64_t)(intptr_t)a.weights + (s->steps ? s->steps : a.most) * STEP;
+    Arranged a = s->groups ? arranged_at(s, NULL) : filters_at(s, NULL);
+    int64_t step = s->groups ? STEP : bytes_of_filters(s->arranged == WORDED);
+    return (int64_t)(intptr_t)a.weights + (s->steps ? s->steps : a.most) * step;
 #else
     (void)s;
     return 0;
@@ -887,9 +963,10 @@ int64_t fxq_bytes_arranged(const Sum *s) {
 /* Arrange the packed weight of a sum in the memory of its output, and write how that was done to the structure. */
 void fxq_arrange(Sum *s) {
 #if WORDS
-    Arranged a = arranged_at(s, s->output);
-    int64_t cost = arrange(s, &a, 0);
-    if (!EXACT && arrange(s, &a, 1) >= cost) arrange(s, &a, 0);
+    Arranged a = s->groups ? arranged_at(s, s->output) : filters_at(s, s->output);
+    int64_t (*way)(Sum *, const Arranged *, int) = s->groups ? arrange : arrange_filters;
+    int64_t cost = way(s, &a, 0);
+    if (!(EXACT && s->groups) && way(s, &a, 1) >= cost) way(s, &a, 0);
 #else
     (void)s;
 #endif
@@ -903,8 +980,8 @@ INLINE void add_runs(const int length, const int pixels, int32_t runs, const uin
     const int32_t *offset = *offsets;
     const int8_t *w = *weights;
     for (int32_t run = 0; run < runs; run++, offset += length, w += length * STEP) {
-        __m256i factors[LONGEST];
-        int64_t at[LONGEST];
+        __m256i factors[LONG];
+        int64_t at[LONG];
 #pragma GCC unroll 4
         for (int i = 0; i < length; i++) factors[i] = _mm256_loadu_si256((const __m256i *)(w + i * STEP)), at[i] = offset[i];
 #pragma GCC unroll 12
@@ -960,7 +1037,7 @@ INLINE void tile_of(const Sum *s, const int pixels, const Arranged *a, const Blo
     const int32_t *offsets = a->offsets + own->first;
     const int8_t *weights = a->weights + own->first * STEP;
     const uint8_t *x[SIDE];
-    const __m256i mask = mask_of(channels), bias = lanes_at(s->bias, channel, mask);
+    const __m256i bias = _mm256_loadu_si256((const __m256i *)(s->bias + channel));
     __m256i sums[SIDE];
 #pragma GCC unroll 12
     for (int i = 0; i < pixels; i++) {
@@ -968,24 +1045,26 @@ INLINE void tile_of(const Sum *s, const int pixels, const Arranged *a, const Blo
         x[i] = from->rows + (m + i) * from->pitch;
         __asm__("" : "+r"(x[i])); /* stays in a register of its own, in place of an addition for each operand */
     }
-    if (s->arranged == WORDED) add_words(pixels, own->runs[LONGEST - 1], x, offsets, weights, sums);
+    if (s->arranged == WORDED) add_words(pixels, own->runs[0], x, offsets, weights, sums);
     else {
-        if (!EXACT) add_runs(4, pixels, own->runs[0], x, &offsets, &weights, sums);
-        if (!EXACT) add_runs(3, pixels, own->runs[1], x, &offsets, &weights, sums);
-        if (!EXACT) add_runs(2, pixels, own->runs[2], x, &offsets, &weights, sums);
-        add_runs(1, pixels, own->runs[3], x, &offsets, &weights, sums);
+        if (!EXACT) add_runs(4, pixels, own->runs[3], x, &offsets, &weights, sums);
+        if (!EXACT) add_runs(3, pixels, own->runs[2], x, &offsets, &weights, sums);
+        if (!EXACT) add_runs(2, pixels, own->runs[1], x, &offsets, &weights, sums);
+        add_runs(1, pixels, own->runs[0], x, &offsets, &weights, sums);
     }
     const int64_t *to = from->places + m;
 #define TILED(MODE, ADDS)                                                                                                              \
     if (channels == CHANNELS) { TILED_OF(MODE, ADDS, CHANNELS) } else { TILED_OF(MODE, ADDS, channels) }
 #define TILED_OF(MODE, ADDS, COUNT)                                                                                                    \
-    const Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, channel, mask);                                                             \
+    const Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, channel, 4);                                                                \
     _Pragma("GCC unroll 12") for (int i = 0; i < pixels; i += 2) {                                                                     \
         const int two = i + 1 < pixels;                                                                                                \
         const int64_t places[2] = {to[i] + channel, to[i + two] + channel};                                                            \
-        __m256i first = finished(&s->epilogue, &lanes, MODE, ADDS, COUNT, sums[i], s->residual + places[0]), second = first;           \
-        if (two) second = finished(&s->epilogue, &lanes, MODE, ADDS, COUNT, sums[i + two], s->residual + places[1]);                   \
-        store_pair(MODE, COUNT, &lanes, s->output, places, first, second, two);                                                        \
+        __m256i both[2];                                                                                                               \
+        for (int j = 0; j < 1 + two; j++)                                                                                              \
+            both[j] = finished(&s->epilogue, &lanes, MODE, ADDS, sums[i + j],                                                          \
+                               ADDS ? residual_of(s->residual + places[j], COUNT) : _mm_setzero_si128());                              \
+        store_pair(&s->epilogue, MODE, COUNT, s->output, places, both, two);                                                           \
     }
     FOR_EACH_EPILOGUE(s, TILED)
 }
@@ -1192,7 +1271,7 @@ void fxq_product(const Product *p) {
         const Arranged arranged = arranged_at(&sum, malloc((size_t)fxq_bytes_arranged(&sum)));
         sum.weight = arranged.blocks;
         for (int64_t block = 0; block < arranged.count; block++) {
-            arranged.blocks[block] = (Block){.first = (int32_t)(block * quads), .runs = {[LONGEST - 1] = (int32_t)quads}};
+            arranged.blocks[block] = (Block){.first = (int32_t)(block * quads), .runs = {(int32_t)quads}};
             for (int64_t k = 0; k < quads; k++) arranged.offsets[block * quads + k] = (int32_t)(QUAD * k);
         }
 #endif
@@ -1286,10 +1365,132 @@ INLINE void filter_row(const Sum *s, const uint8_t *const *table, int mode, int 
 }
 #endif
 
+#if WORDS
+/* The sums of 32 channels: of the eight in each of four vectors, four lie 16 channels after the others, as unpacked bytes do. */
+INLINE void widen(__m256i *sums, __m256i first, __m256i second, __m256i other, __m256i another) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    sums[0] = _mm256_add_epi32(sums[0], _mm256_madd_epi16(_mm256_unpacklo_epi16(first, other), ones));
+    sums[1] = _mm256_add_epi32(sums[1], _mm256_madd_epi16(_mm256_unpackhi_epi16(first, other), ones));
+    sums[2] = _mm256_add_epi32(sums[2], _mm256_madd_epi16(_mm256_unpacklo_epi16(second, another), ones));
+    sums[3] = _mm256_add_epi32(sums[3], _mm256_madd_epi16(_mm256_unpackhi_epi16(second, another), ones));
+}
+
+typedef struct {
+    const uint8_t *const *table; /* of the pixels that each tap reads */
+    int64_t stride, taps;
+} Taps;
+
+/* The bytes of 32 channels that two taps of a pixel read, interleaved. */
+INLINE void interleaved(const Taps *t, int64_t tap, int64_t m, int64_t c, __m256i *both) {
+    const uint8_t *const *at = t->table + tap * t->stride + m;
+    const __m256i first = _mm256_loadu_si256((const __m256i *)(at[0] + c));
+    const __m256i second = _mm256_loadu_si256((const __m256i *)(at[tap + 1 < t->taps ? t->stride : 0] + c)); /* a missing tap has the weight 0 */
+    both[0] = _mm256_unpacklo_epi8(first, second);
+    both[1] = _mm256_unpackhi_epi8(first, second);
+}
+
+/* Sums in 16 bits of one run after another, of which two are widened together. */
+INLINE void filter_bytes(const int pixels, const Block *own, const int32_t *offset, const int8_t *w, const Taps *t, int64_t m, int64_t c,
+                         __m256i (*sums)[4]) {
+    __m256i waiting[2][2] = {{_mm256_setzero_si256()}};
+    int waits = 0;
+    for (int64_t length = LONGEST; length > 0; length--)
+        for (int32_t run = 0; run < own->runs[length - 1]; run++) {
+            __m256i totals[2][2], both[2];
+            for (int64_t i = 0; i < length; i++, offset++, w += 2 * FILTERS)
+#pragma GCC unroll 2
+                for (int p = 0; p < pixels; p++) {
+                    interleaved(t, *offset, m + p, c, both);
+#pragma GCC unroll 2
+                    for (int j = 0; j < 2; j++) {
+                        const __m256i products = _mm256_maddubs_epi16(both[j], _mm256_loadu_si256((const __m256i *)w + j));
+                        totals[p][j] = i ? _mm256_add_epi16(totals[p][j], products) : products;
+                    }
+                }
+#pragma GCC unroll 2
+            for (int p = 0; p < pixels; p++) {
+                if (waits) widen(sums[p], waiting[p][0], waiting[p][1], totals[p][0], totals[p][1]);
+                else waiting[p][0] = totals[p][0], waiting[p][1] = totals[p][1];
+            }
+            waits = !waits;
+        }
+    for (int p = 0; p < pixels && waits; p++) widen(sums[p], waiting[p][0], waiting[p][1], _mm256_setzero_si256(), _mm256_setzero_si256());
+}
+
+INLINE void filter_words(const int pixels, const Block *own, const int32_t *offset, const int8_t *w, const Taps *t, int64_t m, int64_t c,
+                         __m256i (*sums)[4]) {
+    const __m256i zero = _mm256_setzero_si256();
+    for (int32_t i = 0; i < own->runs[0]; i++, offset++, w += 4 * FILTERS)
+#pragma GCC unroll 2
+        for (int p = 0; p < pixels; p++) {
+            __m256i both[2];
+            interleaved(t, *offset, m + p, c, both);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                const __m256i x = j % 2 ? _mm256_unpackhi_epi8(both[j / 2], zero) : _mm256_unpacklo_epi8(both[j / 2], zero);
+                sums[p][j] = _mm256_add_epi32(sums[p][j], _mm256_madd_epi16(x, _mm256_loadu_si256((const __m256i *)w + j)));
+            }
+        }
+}
+
+/* Finish the sums of 32 channels of a pixel, or of fewer. */
+INLINE void store_filters(const Epilogue *e, int mode, int adds, int64_t c, int64_t channels, const __m256i *sums, const uint8_t *residual, void *output) {
+    uint8_t added[FILTERS];
+    __m256i values[4];
+    if (adds) memcpy(added, residual, (size_t)least(channels, FILTERS));
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const Lanes lanes = lanes_of(e, mode, adds, c + 4 * j, 16);
+        __m128i r = _mm_setzero_si128();
+        if (adds) r = _mm_unpacklo_epi32(_mm_loadu_si32(added + 4 * j), _mm_loadu_si32(added + 16 + 4 * j));
+        values[j] = finished(e, &lanes, mode, adds, sums[j], r);
+    }
+    if (mode == SUM) {
+        int32_t ordered[FILTERS];
+        for (int j = 0; j < 4; j++) _mm256_storeu2_m128i((__m128i *)(ordered + 16 + 4 * j), (__m128i *)(ordered + 4 * j), values[j]);
+        memcpy(output, ordered, (size_t)least(channels, FILTERS) * 4);
+        return;
+    }
+    const __m256i bytes = _mm256_packus_epi16(limited(e, values[0], values[1]), limited(e, values[2], values[3]));
+    if (channels >= FILTERS) _mm256_storeu_si256(output, bytes);
+    else memcpy(output, &bytes, (size_t)channels);
+}
+
+/* The channels of a block, of `count` pixels of a row. */
+INLINE void filter_block(const Sum *s, const Arranged *a, int64_t block, const Taps *t, int64_t count, int mode, int adds) {
+    const Block *own = a->blocks + block;
+    const int64_t c = block * FILTERS, channels = s->out_channels - c, size = mode == SUM ? 4 : 1, *places = places_of(s, t->table, t->stride);
+    const int32_t *offsets = a->offsets + own->first;
+    const int8_t *weights = a->weights + own->first * bytes_of_filters(s->arranged == WORDED);
+    for (int64_t m = 0, pixels; m < count; m += pixels) {
+        __m256i sums[2][4];
+        pixels = m + 1 < count ? 2 : 1;
+        for (int p = 0; p < 2; p++)
+            for (int j = 0; j < 4; j++) sums[p][j] = eight_of(s->bias, c + 4 * j, 16);
+        if (s->arranged == WORDED && pixels == 2) filter_words(2, own, offsets, weights, t, m, c, sums);
+        else if (s->arranged == WORDED) filter_words(1, own, offsets, weights, t, m, c, sums);
+        else if (pixels == 2) filter_bytes(2, own, offsets, weights, t, m, c, sums);
+        else filter_bytes(1, own, offsets, weights, t, m, c, sums);
+        for (int p = 0; p < pixels; p++) {
+            const int64_t at = places[m + p] + c;
+            store_filters(&s->epilogue, mode, adds, c, channels, sums[p], s->residual + at, (uint8_t *)s->output + size * at);
+        }
+    }
+}
+
+static void filter_rows(const Sum *s, const uint8_t *const *table) {
+    const Arranged a = filters_at(s, (void *)s->weight);
+    const Taps taps = {table, s->out_width, taps_of(s)};
+#define FILTER(MODE, ADDS) for (int64_t block = 0; block < a.count; block++) filter_block(s, &a, block, &taps, s->out_width, MODE, ADDS)
+    FOR_EACH_EPILOGUE(s, FILTER)
+#undef FILTER
+}
+#endif
+
 /* The weight is [tap][channels], int32, of which the upper halves are 0. */
 void fxq_depthwise(const Sum *s) {
     int64_t channels = s->channels, rows = s->batch * s->out_depth * s->out_height;
-#if !VNNI
+#if !VNNI && !WORDS
     int64_t taps = taps_of(s);
     const int32_t *weight = s->weight;
 #endif
@@ -1304,25 +1505,16 @@ void fxq_depthwise(const Sum *s) {
             (void)sums;
 #define FILTER(MODE, ADDS) filter_row(s, table, MODE, ADDS)
             FOR_EACH_EPILOGUE(s, FILTER)
+#elif WORDS
+            (void)sums;
+            filter_rows(s, table);
 #else
             for (int64_t m = 0; m < s->out_width; m++) {
-                int64_t begin = 0;
-#if WORDS
-                for (; begin + 8 <= channels; begin += 8) {
-                    __m256i sum = _mm256_loadu_si256((const __m256i *)(s->bias + begin));
-                    for (int64_t t = 0; t < taps; t++) {
-                        __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(table[t * s->out_width + m] + begin)));
-                        __m256i w = _mm256_loadu_si256((const __m256i *)(weight + t * channels + begin));
-                        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, w)); /* the upper halves of both are 0 */
-                    }
-                    _mm256_storeu_si256((__m256i *)(sums + begin), sum);
-                }
-#endif
-                for (int64_t c = begin; c < channels; c++) sums[c] = s->bias[c];
+                for (int64_t c = 0; c < channels; c++) sums[c] = s->bias[c];
                 for (int64_t t = 0; t < taps; t++) {
                     const uint8_t *p = table[t * s->out_width + m];
                     const int32_t *w = weight + t * channels;
-                    for (int64_t c = begin; c < channels; c++) sums[c] += (int32_t)p[c] * (int16_t)w[c];
+                    for (int64_t c = 0; c < channels; c++) sums[c] += (int32_t)p[c] * (int16_t)w[c];
                 }
                 finish_row(s, sums, places_of(s, table, s->out_width)[m]);
             }
