@@ -24,7 +24,7 @@ from fxquant.primitives.quantization import HALF_STEPS, TIES, half_step, requant
 from fxquant.support.files import address, point, readable
 
 LANES = 16  # output channels that are summed side by side
-VECTOR = 32  # channels whose constants are read at once, at most
+VECTOR = 32  # channels whose constants are read at once, also after the last one, at most
 
 
 def loaded_library(has: str = "") -> Any:
@@ -120,17 +120,12 @@ class Requantization:
             shifts = torch.zeros((), dtype=torch.int32, device="cpu") if shift is None else shift
             constants["residual_shift"] = _per_channel(shifts, channels, torch.int32)
             epilogue.residual_zero = site.held(site.match.reads[1]).zero
-        padded = {name: _padded(tensor, whole_vectors(site.result().pixel)) for name, tensor in constants.items()}
+        padded = {name: _padded(tensor, site.result().pixel + VECTOR) for name, tensor in constants.items()}
         return Requantization(epilogue, tuple(point(epilogue, padded.items())))
 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
     return F.pad(tensor, (0, size - tensor.shape[-1])).contiguous()
-
-
-def whole_vectors(channels: int) -> int:
-    """Return the channels that vector instructions read where there are so many."""
-    return -(-channels // VECTOR) * VECTOR
 
 
 @dataclass(frozen=True)
@@ -179,9 +174,10 @@ def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Cal
     Of one group, the taps of a row may be one sum. Channels that are only padding have no bias.
     """
     own, input, result = Requantization.of(site, layer), site.held(site.match.reads[0]), site.result()
-    outside, area, calls = torch.full((input.pixel + SLACK,), input.zero, dtype=torch.uint8, device="cpu"), result.grid[1:-1], list[Summed]()
+    outside = torch.full((input.pixel + SLACK,), input.zero, dtype=torch.uint8, device="cpu")
+    area, calls = result.grid[1:-1], list[Summed]()
     for part, outputs in layer.convolutions(area):
-        bias = _padded(part.bias(input.zero), whole_vectors(result.pixel))
+        bias = _padded(part.bias(input.zero), result.pixel + VECTOR)
         sums = Sum(outside=address(outside), bias=address(bias), epilogue=own.epilogue, threads=1, groups=groups)
         sums.batch, sums.channels, sums.out_channels, sums.out_pixel = input.grid[0], input.pixel, result.channels, result.pixel
         window = (part.window[key] for key in WINDOW)
@@ -309,6 +305,8 @@ def pointwise(site: Site) -> Built:
     forms = [site.held(read) for read in site.match.reads]
     table = enumerated(site, forms, result)
     structure = _move(forms[0], result)
+    if len(forms) == 2 and forms[1].sizes != result.sizes:
+        table = table.view(256, 256).t().flatten()  # what a channel needs for one byte of the second operand lies side by side
     structure.table = address(table)
     if len(forms) == 1:
         structure.channels = forms[0].pixel

@@ -1535,6 +1535,17 @@ INLINE __m512i nearest_of(__m512 v, __m512 scales, __m512 lows, __m512 highs) {
 }
 #endif
 
+#if WORDS
+/* Eight numbers that begin at x, or fewer, as integers within limits; NaN is 0. */
+INLINE __m256i nearest_of(const float *x, int64_t count, float scale, float low, float high) {
+    float own[8] = {0};
+    if (count < 8) memcpy(own, x, (size_t)count * sizeof *own);
+    __m256 v = _mm256_loadu_ps(count < 8 ? own : x);
+    v = _mm256_div_ps(_mm256_and_ps(v, _mm256_cmp_ps(v, v, _CMP_ORD_Q)), _mm256_set1_ps(scale));
+    return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(v, _mm256_set1_ps(low)), _mm256_set1_ps(high)));
+}
+#endif
+
 /* float32, channels first, as bytes, channels last; channels beyond those of the input are `zero`. */
 void fxq_quantize(const Move *s) {
     int64_t height = s->depth * s->height, area = height * s->width, width = s->out_channels;
@@ -1568,6 +1579,33 @@ void fxq_quantize(const Move *s) {
                         word = _mm512_or_si512(word, _mm512_sll_epi32(q, _mm_cvtsi64_si128(8 * k)));
                     }
                     _mm512_mask_storeu_epi32((int32_t *)y + i, mask, word);
+                }
+                continue;
+            }
+#endif
+#if WORDS
+            if (area == 1) {
+                for (int64_t c = 0; c < width; c += 8) {
+                    int64_t left = s->channels - c;
+                    __m256i q = left > 0 ? nearest_of(x + c, left, scale, low, high) : _mm256_setzero_si256();
+                    q = _mm256_packs_epi32(_mm256_add_epi32(q, _mm256_set1_epi32(zero)), q);
+                    q = _mm256_packus_epi16(q, q);
+                    int32_t quads[2] = {_mm256_extract_epi32(q, 0), _mm256_extract_epi32(q, 4)};
+                    memcpy(y + c, quads, 4);
+                    if (width - c >= 8) memcpy(y + c + 4, quads + 1, 4); /* a width is a multiple of four */
+                }
+                continue;
+            }
+            if (width == 4) {
+                for (int64_t i = 0; i < s->width; i += 8) {
+                    __m256i word = _mm256_setzero_si256();
+                    for (int64_t k = 0; k < 4; k++) {
+                        __m256i q = _mm256_set1_epi32(zero);
+                        if (k < s->channels) q = _mm256_add_epi32(q, nearest_of(x + k * area + i, s->width - i, scale, low, high));
+                        word = _mm256_or_si256(word, _mm256_sll_epi32(q, _mm_cvtsi64_si128(8 * k)));
+                    }
+                    if (s->width - i >= 8) memcpy(y + 4 * i, &word, 32);
+                    else memcpy(y + 4 * i, &word, (size_t)(s->width - i) * 4);
                 }
                 continue;
             }
@@ -1621,11 +1659,22 @@ void fxq_max_pool(const Move *s) {
                     _mm512_mask_storeu_epi8(y + c, mask, most);
                 }
 #else
-                memset(y, 0, (size_t)channels);
+                int64_t begin = 0;
+#if WORDS
+                for (; begin + 32 <= channels; begin += 32) {
+                    __m256i most = _mm256_setzero_si256();
+                    for (int64_t i = 0; i < count; i++)
+                        for (int64_t j = 0, x = left; j < s->kernel_width; j++, x += s->dilation_width)
+                            if (x >= 0 && x < s->width)
+                                most = _mm256_max_epu8(most, _mm256_loadu_si256((const __m256i *)(line[i] + x * channels + begin)));
+                    _mm256_storeu_si256((__m256i *)(y + begin), most);
+                }
+#endif
+                memset(y + begin, 0, (size_t)(channels - begin));
                 for (int64_t i = 0; i < count; i++)
                     for (int64_t j = 0, x = left; j < s->kernel_width; j++, x += s->dilation_width)
                         if (x >= 0 && x < s->width)
-                            for (int64_t c = 0; c < channels; c++) y[c] = y[c] > line[i][x * channels + c] ? y[c] : line[i][x * channels + c];
+                            for (int64_t c = begin; c < channels; c++) y[c] = y[c] > line[i][x * channels + c] ? y[c] : line[i][x * channels + c];
 #endif
             }
         }
@@ -1633,41 +1682,111 @@ void fxq_max_pool(const Move *s) {
     }
 }
 
+#if WORDS
+enum { PARTS = 8, WIDTH = 3 }; /* parts of half a table, of 16 bytes each; vectors side by side */
+
+/* A table as sixteen parts, but for the first of each half the difference to the part before it. Shuffles give 0 for a negative index, so
+   the differences up to the part of a byte remain, and these are that part. */
+INLINE void differences_of(const uint8_t *table, __m256i *parts) {
+    for (int i = 0; i < 2 * PARTS; i++) {
+        __m128i part = _mm_loadu_si128((const __m128i *)table + i);
+        if (i % PARTS) part = _mm_xor_si128(part, _mm_loadu_si128((const __m128i *)table + i - 1));
+        parts[i] = _mm256_broadcastsi128_si256(part);
+    }
+}
+
+INLINE void shuffled(const __m256i *parts, const int vectors, const uint8_t *x, uint8_t *y) {
+    const __m256i sixteen = _mm256_set1_epi8(16), half = _mm256_set1_epi8((char)128);
+    __m256i at[WIDTH], found[WIDTH];
+#pragma GCC unroll 3
+    for (int v = 0; v < vectors; v++) at[v] = _mm256_loadu_si256((const __m256i *)x + v), found[v] = _mm256_setzero_si256();
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * PARTS; i++) {
+#pragma GCC unroll 3
+        for (int v = 0; v < vectors; v++) {
+            if (i == PARTS) at[v] = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)x + v), half);
+            found[v] = _mm256_xor_si256(found[v], _mm256_shuffle_epi8(parts[i], at[v]));
+            at[v] = _mm256_subs_epi8(at[v], sixteen);
+        }
+    }
+#pragma GCC unroll 3
+    for (int v = 0; v < vectors; v++) _mm256_storeu_si256((__m256i *)y + v, found[v]);
+}
+
+static void look_up(const uint8_t *table, const uint8_t *x, uint8_t *y, int64_t size, int64_t threads) {
+    const int64_t together = 32 * WIDTH, whole = size / together;
+    __m256i parts[2 * PARTS];
+    differences_of(table, parts);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < whole; i++) shuffled(parts, WIDTH, x + i * together, y + i * together);
+    for (int64_t i = whole * together; i < size; i++) y[i] = table[x[i]];
+}
+#endif
+
+enum { BESIDE = 32 }; /* channels whose tables stay in the nearest cache */
+
+/* Of each channel, a table of its own: table + 256 * (z of the channel, or the channel). */
+static void look_up_channels(const uint8_t *table, const uint8_t *z, const uint8_t *x, uint8_t *restrict y, int64_t pixels, int64_t channels) {
+    for (int64_t c = 0; c < channels; c += BESIDE) {
+        int64_t count = least(BESIDE, channels - c);
+        const uint8_t *of[BESIDE];
+        for (int64_t i = 0; i < count; i++) of[i] = table + 256 * (z ? z[c + i] : c + i);
+        for (int64_t p = 0; p < pixels; p++)
+            for (int64_t i = 0; i < count; i++) y[p * channels + c + i] = of[i][x[p * channels + c + i]];
+    }
+}
+
 /* table[x] of `batch` pixels; with `out_height` = 1, every channel has a table of its own. */
 void fxq_lookup(const Move *s) {
-    int64_t channels = s->channels, own = s->out_height ? 256 : 0;
+    int64_t channels = s->channels;
+    const uint8_t *table = s->table;
+    if (s->out_height) {
+        int64_t parts = s->batch < s->threads ? 1 : s->threads, part = (s->batch + parts - 1) / parts;
+#pragma omp parallel for num_threads(s->threads) if (parts > 1)
+        for (int64_t i = 0; i < parts; i++) {
+            int64_t first = i * part * channels;
+            look_up_channels(table, NULL, (const uint8_t *)s->input + first, (uint8_t *)s->output + first, least(part, s->batch - i * part), channels);
+        }
+        return;
+    }
+#if WORDS
+    look_up(table, s->input, s->output, s->batch * channels, s->threads);
+#else
 #if VNNI && defined(__AVX512VBMI__)
     __m512i part[4];
-    for (int i = 0; i < 4; i++) part[i] = _mm512_loadu_si512((const uint8_t *)s->table + 64 * i);
+    for (int i = 0; i < 4; i++) part[i] = _mm512_loadu_si512(table + 64 * i);
 #endif
 #pragma omp parallel for num_threads(s->threads) if (s->threads > 1)
     for (int64_t pixel = 0; pixel < s->batch; pixel++) {
-        const uint8_t *x = (const uint8_t *)s->input + pixel * channels, *table = s->table;
+        const uint8_t *x = (const uint8_t *)s->input + pixel * channels;
         uint8_t *restrict y = (uint8_t *)s->output + pixel * channels;
 #if VNNI && defined(__AVX512VBMI__)
-        for (int64_t c = 0; !own && c < channels; c += 64) {
+        for (int64_t c = 0; c < channels; c += 64) {
             __mmask64 mask = channels - c >= 64 ? ~0ull : ~0ull >> (64 - (channels - c));
             __m512i at = _mm512_maskz_loadu_epi8(mask, x + c);
             __m512i low = _mm512_permutex2var_epi8(part[0], at, part[1]), high = _mm512_permutex2var_epi8(part[2], at, part[3]);
             _mm512_mask_storeu_epi8(y + c, mask, _mm512_mask_blend_epi8(_mm512_movepi8_mask(at), low, high));
         }
-        if (!own) continue;
+#else
+        for (int64_t c = 0; c < channels; c++) y[c] = table[x[c]];
 #endif
-        for (int64_t c = 0; c < channels; c++, table += own) y[c] = table[x[c]];
     }
+#endif
 }
 
-/* table[256 * x + z]: z has as many images and channels as x, and as many pixels, or one, which is `out_height` = 1. */
+/* table[256 * x + z]; where z has one pixel for each image of x, which is `out_height` = 1, table[256 * z + x]. */
 void fxq_pairs(const Move *s) {
     const uint8_t *table = s->table;
     int64_t pixels = s->depth * s->height * s->width, channels = s->channels;
+    int64_t parts = s->out_height ? least(pixels, s->threads) : pixels, part = (pixels + parts - 1) / (parts ? parts : 1);
 #pragma omp parallel for collapse(2) num_threads(s->threads) if (s->threads > 1)
     for (int64_t image = 0; image < s->batch; image++)
-        for (int64_t p = 0; p < pixels; p++) {
-            const uint8_t *x = (const uint8_t *)s->input + (image * pixels + p) * channels;
-            const uint8_t *z = s->other + (s->out_height ? image : image * pixels + p) * channels;
-            uint8_t *y = (uint8_t *)s->output + (image * pixels + p) * channels;
-            for (int64_t c = 0; c < channels; c++) y[c] = table[256 * x[c] + z[c]];
+        for (int64_t i = 0; i < parts; i++) {
+            int64_t first = (image * pixels + i * part) * channels, count = least(part, pixels - i * part);
+            const uint8_t *x = (const uint8_t *)s->input + first, *z = s->other + (s->out_height ? image * channels : first);
+            uint8_t *restrict y = (uint8_t *)s->output + first;
+            if (s->out_height) look_up_channels(table, z, x, y, count, channels);
+            else for (int64_t c = 0; c < channels; c++) y[c] = table[256 * x[c] + z[c]];
         }
 }
 
