@@ -722,7 +722,7 @@ static void tiles_of(const Sum *s, int64_t group, const Operands *o, int64_t beg
    a sum of magnitudes above 128 (258). Order is free: steps that fit together make a run. A step that alone does not fit becomes two,
    which share its weights. Where so many are split that it does not pay, all bytes of a layer are widened to 16 bits: words. */
 
-enum { BYTES = 1, WORDED = 2 };                 /* what the steps of an arranged weight multiply */
+enum { BYTES = 1, WORDED = 2, TRANSFORMED = 3 }; /* what the steps of an arranged weight multiply: see also `transform_weight` */
 enum { CHANNELS = 8, QUAD = 4, STEP = CHANNELS * QUAD, SUMS = STEP / 2 }; /* output channels, bytes, products and sums in 16 bits of a step */
 enum { LONGEST = 8, LONG = 4 };                 /* steps of a run: of filters, and of sums over channels */
 enum { FILTERS = 32 };                          /* channels of a block of filters, whose steps are two taps of each of them */
@@ -750,9 +750,19 @@ static int64_t quads_of(const Sum *s) { return taps_of(s) * (s->channels / s->gr
 
 static int64_t blocks_of_group(const Sum *s) { return (s->out_channels / s->groups + CHANNELS - 1) / CHANNELS; }
 
+enum { POSITIONS = 16 };
+
+/* Whether a sum is of windows of three by three pixels, each beside the last: see `transform_weight`. */
+static int may_transform(const Sum *s) {
+    int64_t steps = s->stride_depth * s->stride_height * s->stride_width * s->dilation_height * s->dilation_width;
+    int64_t parts = s->step_depth * s->step_height * s->step_width * s->groups * s->kernel_depth;
+    return !EXACT && steps * parts == 1 && s->kernel_height == 3 && s->kernel_width == 3 && !s->pad_depth && s->depth == s->out_depth;
+}
+
 static Arranged arranged_at(const Sum *s, void *memory) {
     Arranged a = {.blocks = memory, .count = s->groups * blocks_of_group(s)};
     a.most = a.count * quads_of(s) * (2 - EXACT);
+    if (may_transform(s)) a.most = a.count * POSITIONS * s->channels / 2;
     a.offsets = (int32_t *)((char *)memory + rounded(a.count * (int64_t)sizeof(Block)));
     a.weights = (int8_t *)a.offsets + rounded(a.most * (int64_t)sizeof(int32_t));
     return a;
@@ -883,6 +893,51 @@ static int64_t arrange(Sum *s, const Arranged *a, int worded) {
 #endif
 
 #if WORDS
+/* ---- windows of three by three pixels with fewer products ----
+
+   Four sums of windows that lie beside each other, two by two, take 36 products of each channel; Winograd's transformation takes 16: of
+   differences and sums of the 4 × 4 bytes that the windows cover (at most 1020) and of the nine weights (at most 9 · 128, as they are
+   doubled for each of the two directions, so that they stay integers). Sums of these products are added and subtracted, and are four
+   times the sums of the windows. In 32 bits that is right where four times a sum fits, which the weights prove here. */
+
+/* With 2, 0, 0; 1, 1, 1; 1, -1, 1; 0, 0, 2 for the three weights of a direction. */
+static int32_t doubled(int64_t i, int32_t first, int32_t second, int32_t third) {
+    return i == 0 ? 2 * first : i == 3 ? 2 * third : first + (i == 1 ? second : -second) + third;
+}
+
+/* Write the transformed weight as [position][block][pair of channels][8 output channels][2], int16; return whether sums are proved to fit. */
+static int transform_weight(Sum *s, const Arranged *a) {
+    int16_t *to = (int16_t *)a->weights;
+    int64_t channels = s->channels, pairs = channels / 2, largest = 0;
+    for (int64_t block = 0; block < a->count; block++)
+        for (int64_t o = 0; o < CHANNELS; o++) {
+            int64_t total = 0;
+            for (int64_t c = 0; c < channels; c++) {
+                int32_t w[3][3], rows[4][3];
+                for (int64_t tap = 0; tap < 9; tap++) {
+                    w[tap / 3][tap % 3] = packed_step(s, block, (tap * channels + c) / QUAD)[o * QUAD + c % QUAD];
+                    total += abs(w[tap / 3][tap % 3]);
+                }
+                for (int64_t i = 0; i < 4; i++)
+                    for (int64_t j = 0; j < 3; j++) rows[i][j] = doubled(i, w[0][j], w[1][j], w[2][j]);
+                for (int64_t i = 0; i < POSITIONS; i++) {
+                    int64_t at = ((i * a->count + block) * pairs + c / 2) * 2 * CHANNELS + 2 * o + c % 2;
+                    to[at] = (int16_t)doubled(i % 4, rows[i / 4][0], rows[i / 4][1], rows[i / 4][2]);
+                }
+            }
+            largest = total > largest ? total : largest;
+        }
+    s->arranged = TRANSFORMED;
+    s->steps = a->count * POSITIONS * pairs, s->runs = 0;
+    return 4 * 255 * largest < INT32_MAX;
+}
+
+/* Instructions, as `arrange` counts them for a pixel, for all pixels: products, what reads four by four bytes, and what adds 16 sums. */
+static int64_t cost_transformed(const Sum *s, const Arranged *a) {
+    int64_t squares = ((s->out_height + 1) / 2) * ((s->out_width + 1) / 2);
+    return squares * (POSITIONS * 3 * a->count * s->channels / 2 + 6 * s->channels + 64 * a->count);
+}
+
 /* ---- one filter for each channel: a step is two taps of each of 32 channels ---- */
 
 static int64_t pairs_of_taps(const Sum *s) { return (taps_of(s) + 1) / 2; }
@@ -966,7 +1021,9 @@ void fxq_arrange(Sum *s) {
     Arranged a = s->groups ? arranged_at(s, s->output) : filters_at(s, s->output);
     int64_t (*way)(Sum *, const Arranged *, int) = s->groups ? arrange : arrange_filters;
     int64_t cost = way(s, &a, 0);
-    if (!(EXACT && s->groups) && way(s, &a, 1) >= cost) way(s, &a, 0);
+    int64_t worded = EXACT && s->groups ? INT64_MAX : way(s, &a, 1), pixels = s->out_height * s->out_width;
+    if (s->groups && may_transform(s) && cost_transformed(s, &a) < pixels * least(cost, worded) && transform_weight(s, &a)) return;
+    if (worded >= cost || s->arranged == TRANSFORMED) way(s, &a, worded < cost);
 #else
     (void)s;
 #endif
@@ -1104,6 +1161,142 @@ static int reads_pixels(const Sum *s) {
            s->height == s->out_height && s->width == s->out_width;
 }
 
+/* Two vectors or sums become four: first - third, second + third, third - second, second - fourth. */
+#define DIRECTION(SUB, ADD, A, B, C, D, TO, STEP_OF)                                                                                   \
+    (TO)[0] = SUB(A, C), (TO)[STEP_OF] = ADD(B, C), (TO)[2 * STEP_OF] = SUB(C, B), (TO)[3 * STEP_OF] = SUB(B, D)
+
+/* The transformed bytes of one square: of each position `apart` words. `at` are its 4 × 4 pixels. */
+static void transform_square(const uint8_t *const *at, int64_t channels, int16_t *to, int64_t apart) {
+    for (int64_t c = 0; c < channels; c += 16) { /* the last words may be of bytes that follow a pixel, and are not read */
+        __m256i x[16], down[16], across[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) x[i] = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(at[i] + c)));
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) DIRECTION(_mm256_sub_epi16, _mm256_add_epi16, x[j], x[4 + j], x[8 + j], x[12 + j], down + j, 4);
+#pragma GCC unroll 4
+        for (int i = 0; i < 16; i += 4)
+            DIRECTION(_mm256_sub_epi16, _mm256_add_epi16, down[i], down[i + 1], down[i + 2], down[i + 3], across + i, 1);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) _mm256_storeu_si256((__m256i *)(to + i * apart + c), across[i]);
+    }
+}
+
+/* The sums of products of words at one position, of SIDE squares by eight channels. */
+static void sum_position(const int16_t *x, int64_t pitch, const int16_t *w, int64_t pairs, __m256i *to) {
+    const int16_t *rows[SIDE];
+    __m256i sums[SIDE];
+#pragma GCC unroll 12
+    for (int m = 0; m < SIDE; m++) {
+        sums[m] = _mm256_setzero_si256();
+        rows[m] = x + m * pitch;
+        __asm__("" : "+r"(rows[m]));
+    }
+    for (int64_t k = 0; k < pairs; k++, w += 2 * CHANNELS) {
+        const __m256i factors = _mm256_loadu_si256((const __m256i *)w);
+#pragma GCC unroll 12
+        for (int m = 0; m < SIDE; m++) {
+            int32_t pair;
+            memcpy(&pair, rows[m] + 2 * k, 4);
+            sums[m] = _mm256_add_epi32(sums[m], _mm256_madd_epi16(_mm256_set1_epi32(pair), factors));
+        }
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < SIDE; m++) _mm256_store_si256(to + m, sums[m]);
+}
+
+/* The four sums of a square, from those of its positions, which lie `apart` vectors from each other. */
+INLINE void square_of(const __m256i *sums, int64_t apart, __m256i bias, __m256i *to) {
+    __m256i down[2][4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const __m256i second = sums[(4 + j) * apart], third = sums[(8 + j) * apart];
+        down[0][j] = _mm256_add_epi32(_mm256_add_epi32(sums[j * apart], second), third);
+        down[1][j] = _mm256_sub_epi32(_mm256_sub_epi32(second, third), sums[(12 + j) * apart]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        const __m256i first = _mm256_add_epi32(_mm256_add_epi32(down[i][0], down[i][1]), down[i][2]);
+        const __m256i second = _mm256_sub_epi32(_mm256_sub_epi32(down[i][1], down[i][2]), down[i][3]);
+        to[2 * i] = _mm256_add_epi32(_mm256_srai_epi32(first, 2), bias);
+        to[2 * i + 1] = _mm256_add_epi32(_mm256_srai_epi32(second, 2), bias);
+    }
+}
+
+/* Squares of four pixels of the output, of all images. */
+typedef struct {
+    int64_t high, wide, all; /* of an image, and their number */
+} Squares;
+
+/* The places of the four pixels of a square in the output, -1 where they are outside, and the 4 × 4 pixels that they read. */
+static void find_square(const Sum *s, const Squares *q, int64_t square, int64_t *places, const uint8_t **at) {
+    int64_t plane = square / q->wide / q->high, y = square / q->wide % q->high * 2, x = square % q->wide * 2;
+    for (int64_t i = 0; i < 4; i++) {
+        int64_t line = y + i / 2, column = x + i % 2;
+        int inside = line < s->out_height && column < s->out_width;
+        places[i] = inside ? ((plane * s->out_height + line) * s->out_width + column) * s->out_pixel : -1;
+    }
+    for (int64_t i = 0; i < POSITIONS; i++) {
+        int64_t line = y + i / 4 - s->pad_height, column = x + i % 4 - s->pad_width;
+        int inside = line >= 0 && column >= 0 && line < s->height && column < s->width;
+        at[i] = inside ? s->input + ((plane * s->height + line) * s->width + column) * s->channels : s->outside;
+    }
+}
+
+static void store_square(const Sum *s, const int64_t *places, const __m256i *sums, int64_t channel, int64_t channels) {
+#define SQUARE(MODE, ADDS)                                                                                                             \
+    {                                                                                                                                  \
+        const Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, channel, 4);                                                            \
+        for (int i = 0; i < 4; i++) {                                                                                                  \
+            if (places[i] < 0) continue;                                                                                               \
+            const int64_t place = places[i] + channel;                                                                                 \
+            const __m128i residual = ADDS ? residual_of(s->residual + place, channels) : _mm_setzero_si128();                          \
+            const __m256i v = finished(&s->epilogue, &lanes, MODE, ADDS, sums[i], residual);                                           \
+            store_pair(&s->epilogue, MODE, channels, s->output, &place, &v, 0);                                                        \
+        }                                                                                                                              \
+    }
+    FOR_EACH_EPILOGUE(s, SQUARE)
+}
+
+static void sum_squares(const Sum *s) {
+    const Arranged a = arranged_at(s, (void *)s->weight);
+    const Squares q = {(s->out_height + 1) / 2, (s->out_width + 1) / 2, s->batch * s->out_depth * ((s->out_height + 1) / 2) * ((s->out_width + 1) / 2)};
+    const int64_t pitch = (s->channels + 15) / 16 * 16, pairs = s->channels / 2, fitting = (1 << 17) / POSITIONS / pitch / SIDE * SIDE;
+    const int64_t size = fitting < 2 * SIDE ? 2 * SIDE : fitting > 8 * SIDE ? 8 * SIDE : fitting;
+#pragma omp parallel num_threads(s->threads) if (s->threads > 1)
+    {
+        int16_t *words = aligned_alloc(64, (size_t)(POSITIONS * size * pitch) * sizeof *words);
+        __m256i *sums = aligned_alloc(64, (size_t)(POSITIONS * size) * sizeof *sums);
+        int64_t *places = malloc((size_t)(4 * size) * sizeof *places);
+#pragma omp for
+        for (int64_t first = 0; first < q.all; first += size) {
+            int64_t count = least(size, q.all - first), whole = (count + SIDE - 1) / SIDE * SIDE;
+            const uint8_t *at[POSITIONS];
+            for (int64_t m = 0; m < count; m++) {
+                find_square(s, &q, first + m, places + 4 * m, at);
+                transform_square(at, s->channels, words + m * pitch, size * pitch);
+            }
+            for (int64_t i = 0; i < POSITIONS; i++) /* squares that are computed, but not stored */
+                memset(words + (i * size + count) * pitch, 0, (size_t)((whole - count) * pitch) * sizeof *words);
+            for (int64_t block = 0; block < a.count; block++) {
+                const int64_t channel = block * CHANNELS, channels = least(CHANNELS, s->out_channels - channel);
+                const __m256i bias = _mm256_loadu_si256((const __m256i *)(s->bias + channel));
+                for (int64_t i = 0; i < POSITIONS; i++) {
+                    const int16_t *w = (const int16_t *)a.weights + (i * a.count + block) * pairs * 2 * CHANNELS;
+                    for (int64_t m = 0; m < whole; m += SIDE) sum_position(words + (i * size + m) * pitch, pitch, w, pairs, sums + i * size + m);
+                }
+                for (int64_t m = 0; m < count; m++) {
+                    __m256i four[4];
+                    square_of(sums + m, size, bias, four);
+                    store_square(s, places + 4 * m, four, channel, channels);
+                }
+            }
+        }
+        free(words);
+        free(sums);
+        free(places);
+    }
+}
+
 enum { KEPT = 1 << 17, FEWEST = 24, MOST = 192 }; /* KEPT: bytes of operands that are computed at a time, of FEWEST to MOST pixels */
 
 static void sum_words(const Sum *s) {
@@ -1201,7 +1394,8 @@ void fxq_convolution(const Sum *s) {
         free((void *)table);
     }
 #elif WORDS
-    sum_words(s);
+    if (s->arranged == TRANSFORMED) sum_squares(s);
+    else sum_words(s);
 #else
     (void)s;
 #endif
