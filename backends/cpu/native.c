@@ -864,7 +864,7 @@ static int64_t arrange(Sum *s, const Arranged *a, int worded) {
             static const int8_t none[STEP];
             Waiting *step = steps + count;
             memcpy(step->weights, packed_step(s, block, quad), STEP);
-            if (!memcmp(step->weights, none, STEP)) continue; /* as of channels that are only padding, or of another group */
+            if (!EXACT && !memcmp(step->weights, none, STEP)) continue; /* as of channels that are only padding, or of another group */
             step->offset = offset_of(s, block, quad);
             total_step(step, SUMS);
             count += worded ? 1 : split_step(step, largest_sum(s), SUMS);
@@ -984,12 +984,10 @@ static int64_t arrange_filters(Sum *s, const Arranged *a, int worded) {
             int8_t *to = a->weights + (s->steps + i) * bytes_of_filters(worded);
             if (worded) for (int j = 0; j < 2 * FILTERS; j += 16) { /* in the order in which unpacked bytes are widened */
                 int from = j / 32 * 32 + j % 32 / 16 * 8;
-                __m128i quads = _mm_set_epi64x(0, 0);
                 int64_t halves[2];
                 memcpy(halves, step->weights + from, 8);
                 memcpy(halves + 1, step->weights + from + 16, 8);
-                quads = _mm_loadu_si128((const __m128i *)halves);
-                _mm256_storeu_si256((__m256i *)(to + 2 * j), _mm256_cvtepi8_epi16(quads));
+                _mm256_storeu_si256((__m256i *)(to + 2 * j), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)halves)));
             } else memcpy(to, step->weights, 2 * FILTERS);
             a->offsets[s->steps + i] = step->offset;
         }
@@ -1088,6 +1086,24 @@ typedef struct {
     int64_t pitch;
 } Pixels;
 
+/* Finish the sums of `pixels` pixels by eight channels, or by fewer: `to` says where these pixels are written. */
+INLINE void finish_tile(const Sum *s, const int pixels, const int64_t *to, int64_t channel, int64_t channels, const __m256i *sums) {
+#define TILED(MODE, ADDS)                                                                                                              \
+    if (channels == CHANNELS) { TILED_OF(MODE, ADDS, CHANNELS) } else { TILED_OF(MODE, ADDS, channels) }
+#define TILED_OF(MODE, ADDS, COUNT)                                                                                                    \
+    const Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, channel, 4);                                                                \
+    _Pragma("GCC unroll 12") for (int i = 0; i < pixels; i += 2) {                                                                     \
+        const int two = i + 1 < pixels;                                                                                                \
+        const int64_t places[2] = {to[i] + channel, to[i + two] + channel};                                                            \
+        __m256i both[2];                                                                                                               \
+        for (int j = 0; j < 1 + two; j++)                                                                                              \
+            both[j] = finished(&s->epilogue, &lanes, MODE, ADDS, sums[i + j],                                                          \
+                               ADDS ? residual_of(s->residual + places[j], COUNT) : _mm_setzero_si128());                              \
+        store_pair(&s->epilogue, MODE, COUNT, s->output, places, both, two);                                                           \
+    }
+    FOR_EACH_EPILOGUE(s, TILED)
+}
+
 /* The sums of `pixels` pixels by eight channels, from `m` on, finished. */
 INLINE void tile_of(const Sum *s, const int pixels, const Arranged *a, const Block *own, const Pixels *from, int64_t m, int64_t channel,
                     int64_t channels) {
@@ -1109,31 +1125,70 @@ INLINE void tile_of(const Sum *s, const int pixels, const Arranged *a, const Blo
         if (!EXACT) add_runs(2, pixels, own->runs[1], x, &offsets, &weights, sums);
         add_runs(1, pixels, own->runs[0], x, &offsets, &weights, sums);
     }
-    const int64_t *to = from->places + m;
-#define TILED(MODE, ADDS)                                                                                                              \
-    if (channels == CHANNELS) { TILED_OF(MODE, ADDS, CHANNELS) } else { TILED_OF(MODE, ADDS, channels) }
-#define TILED_OF(MODE, ADDS, COUNT)                                                                                                    \
-    const Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, channel, 4);                                                                \
-    _Pragma("GCC unroll 12") for (int i = 0; i < pixels; i += 2) {                                                                     \
-        const int two = i + 1 < pixels;                                                                                                \
-        const int64_t places[2] = {to[i] + channel, to[i + two] + channel};                                                            \
-        __m256i both[2];                                                                                                               \
-        for (int j = 0; j < 1 + two; j++)                                                                                              \
-            both[j] = finished(&s->epilogue, &lanes, MODE, ADDS, sums[i + j],                                                          \
-                               ADDS ? residual_of(s->residual + places[j], COUNT) : _mm_setzero_si128());                              \
-        store_pair(&s->epilogue, MODE, COUNT, s->output, places, both, two);                                                           \
-    }
-    FOR_EACH_EPILOGUE(s, TILED)
+    finish_tile(s, pixels, from->places + m, channel, channels, sums);
 }
 
-/* The sums of `count` pixels by the eight channels of a block. */
-static void block_of(const Sum *s, const Arranged *a, int64_t block, const Pixels *from, int64_t count) {
+/* The sums of pixels from `m` on by the eight channels of a block. */
+static void block_of(const Sum *s, const Arranged *a, int64_t block, const Pixels *from, int64_t m, int64_t count) {
     const int64_t outer = s->out_channels / s->groups, of_group = blocks_of_group(s), group = block / of_group;
     const int64_t channel = group * outer + block % of_group * CHANNELS, channels = least(CHANNELS, (group + 1) * outer - channel);
-    int64_t m = 0;
     for (; m + SIDE <= count; m += SIDE) tile_of(s, SIDE, a, a->blocks + block, from, m, channel, channels);
     for (; m + 4 <= count; m += 4) tile_of(s, 4, a, a->blocks + block, from, m, channel, channels);
     for (; m < count; m++) tile_of(s, 1, a, a->blocks + block, from, m, channel, channels);
+}
+
+#ifdef __AVXVNNI__
+enum { NARROW = 6 }; /* pixels by two blocks: an operand that was read is multiplied twice */
+
+/* The sums of whole tiles of two blocks of a group, whose steps have the same order; return the number of their pixels. */
+static int64_t two_blocks(const Sum *s, const Arranged *a, int64_t block, const Pixels *from, int64_t count) {
+    const Block *own = a->blocks + block;
+    const int64_t outer = s->out_channels / s->groups, of_group = blocks_of_group(s), group = block / of_group;
+    const int64_t channel = group * outer + block % of_group * CHANNELS, channels = (group + 1) * outer - channel;
+    const __m256i bias[2] = {_mm256_loadu_si256((const __m256i *)(s->bias + channel)), _mm256_loadu_si256((const __m256i *)(s->bias + channel + 8))};
+    int64_t m = 0;
+    for (; m + NARROW <= count; m += NARROW) {
+        const int32_t *offset = a->offsets + own->first;
+        const int8_t *w = a->weights + own->first * STEP, *other = w + own->runs[0] * STEP;
+        const uint8_t *x[NARROW];
+        __m256i totals[2][NARROW], sums[2][NARROW]; /* sums are in memory, for what finishes them */
+#pragma GCC unroll 6
+        for (int i = 0; i < NARROW; i++) {
+            totals[0][i] = bias[0], totals[1][i] = bias[1], x[i] = from->rows + (m + i) * from->pitch;
+            __asm__("" : "+r"(x[i]));
+        }
+        for (int32_t run = 0; run < own->runs[0]; run++, offset++, w += STEP, other += STEP) {
+            const int64_t at = *offset;
+            const __m256i factors = _mm256_loadu_si256((const __m256i *)w), others = _mm256_loadu_si256((const __m256i *)other);
+#pragma GCC unroll 6
+            for (int i = 0; i < NARROW; i++) {
+                int32_t word;
+                memcpy(&word, x[i] + at, 4);
+                const __m256i bytes = _mm256_set1_epi32(word);
+                totals[0][i] = _mm256_dpbusd_avx_epi32(totals[0][i], bytes, factors);
+                totals[1][i] = _mm256_dpbusd_avx_epi32(totals[1][i], bytes, others);
+            }
+        }
+        memcpy(sums, totals, sizeof sums);
+        finish_tile(s, NARROW, from->places + m, channel, CHANNELS, sums[0]);
+        finish_tile(s, NARROW, from->places + m, channel + CHANNELS, least(CHANNELS, channels - CHANNELS), sums[1]);
+    }
+    return m;
+}
+#endif
+
+/* The sums of pixels by a block, or, with dot products of bytes, by two; return the number of blocks. */
+static int64_t blocks_at(const Sum *s, const Arranged *a, int64_t block, const Pixels *from, int64_t count) {
+#ifdef __AVXVNNI__
+    if ((block + 1) % blocks_of_group(s)) {
+        int64_t m = two_blocks(s, a, block, from, count);
+        block_of(s, a, block, from, m, count);
+        block_of(s, a, block + 1, from, m, count);
+        return 2;
+    }
+#endif
+    block_of(s, a, block, from, 0, count);
+    return 1;
 }
 
 /* Copy a number of bytes that is a multiple of four; as words if they are widened. */
@@ -1299,7 +1354,7 @@ static void sum_squares(const Sum *s) {
 
 enum { KEPT = 1 << 17, FEWEST = 24, MOST = 192 }; /* KEPT: bytes of operands that are computed at a time, of FEWEST to MOST pixels */
 
-static void sum_words(const Sum *s) {
+static void sum_arranged(const Sum *s) {
     const Arranged a = arranged_at(s, (void *)s->weight);
     const int64_t pixels = s->batch * s->out_depth * s->out_height * s->out_width, taps = taps_of(s), widens = s->arranged == WORDED;
     const int64_t run = s->channels * (s->fused ? s->kernel_width : 1), in_place = reads_pixels(s) && !widens;
@@ -1323,7 +1378,7 @@ static void sum_words(const Sum *s) {
                     else copy_run(to, table[t * size + m], run, 0);
                 }
             const Pixels from = {in_place ? s->input + first * pitch : rows, places, pitch};
-            for (int64_t block = 0; block < a.count; block++) block_of(s, &a, block, &from, count);
+            for (int64_t block = 0; block < a.count; block += blocks_at(s, &a, block, &from, count)) {}
         }
         free((void *)table);
         free(rows);
@@ -1395,7 +1450,7 @@ void fxq_convolution(const Sum *s) {
     }
 #elif WORDS
     if (s->arranged == TRANSFORMED) sum_squares(s);
-    else sum_words(s);
+    else sum_arranged(s);
 #else
     (void)s;
 #endif
