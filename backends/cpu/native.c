@@ -1974,12 +1974,12 @@ static void look_up(const uint8_t *table, const uint8_t *x, uint8_t *y, int64_t 
 
 enum { BESIDE = 32 }; /* channels whose tables stay in the nearest cache */
 
-/* Of each channel, a table of its own: table + 256 * (z of the channel, or the channel). */
+/* Of each channel, the table of its z. */
 static void look_up_channels(const uint8_t *table, const uint8_t *z, const uint8_t *x, uint8_t *restrict y, int64_t pixels, int64_t channels) {
     for (int64_t c = 0; c < channels; c += BESIDE) {
         int64_t count = least(BESIDE, channels - c);
         const uint8_t *of[BESIDE];
-        for (int64_t i = 0; i < count; i++) of[i] = table + 256 * (z ? z[c + i] : c + i);
+        for (int64_t i = 0; i < count; i++) of[i] = table + 256 * z[c + i];
         for (int64_t p = 0; p < pixels; p++)
             for (int64_t i = 0; i < count; i++) y[p * channels + c + i] = of[i][x[p * channels + c + i]];
     }
@@ -1990,11 +1990,11 @@ void fxq_lookup(const Move *s) {
     int64_t channels = s->channels;
     const uint8_t *table = s->table;
     if (s->out_height) {
-        int64_t parts = s->batch < s->threads ? 1 : s->threads, part = (s->batch + parts - 1) / parts;
-#pragma omp parallel for num_threads(s->threads) if (parts > 1)
-        for (int64_t i = 0; i < parts; i++) {
-            int64_t first = i * part * channels;
-            look_up_channels(table, NULL, (const uint8_t *)s->input + first, (uint8_t *)s->output + first, least(part, s->batch - i * part), channels);
+#pragma omp parallel for num_threads(s->threads) if (s->threads > 1)
+        for (int64_t pixel = 0; pixel < s->batch; pixel++) {
+            const uint8_t *x = (const uint8_t *)s->input + pixel * channels;
+            uint8_t *restrict y = (uint8_t *)s->output + pixel * channels;
+            for (int64_t c = 0; c < channels; c++) y[c] = table[256 * c + x[c]];
         }
         return;
     }
