@@ -1994,7 +1994,8 @@ void fxq_lookup(const Move *s) {
         for (int64_t pixel = 0; pixel < s->batch; pixel++) {
             const uint8_t *x = (const uint8_t *)s->input + pixel * channels;
             uint8_t *restrict y = (uint8_t *)s->output + pixel * channels;
-            for (int64_t c = 0; c < channels; c++) y[c] = table[256 * c + x[c]];
+            const uint8_t *of = table;
+            for (int64_t c = 0; c < channels; c++, of += 256) y[c] = of[x[c]];
         }
         return;
     }
