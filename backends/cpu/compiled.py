@@ -17,13 +17,14 @@ from fxquant.ir.integer import qparams
 from fxquant.kernels import constants
 from fxquant.kernels.admission import WINDOW, Layer, enumerated
 from fxquant.kernels.constants import Span
-from fxquant.kernels.kernel import ALIGNMENT, BIASED, Binding, Bound, Built, ChannelsLast, NotApplicable, Site, grid, implementation
+from fxquant.kernels.kernel import ALIGNMENT, BIASED, SLACK, Binding, Bound, Built, ChannelsLast, NotApplicable, Site, grid, implementation
 from fxquant.numerics.grids import INT32_MAX, LARGEST_DYNAMIC, SMALLEST_DYNAMIC
 from fxquant.primitives import Role, role_of, shape
 from fxquant.primitives.quantization import HALF_STEPS, TIES, half_step, requantize_real
 from fxquant.support.files import address, point, readable
 
 LANES = 16  # output channels that are summed side by side
+VECTOR = 32  # channels whose constants are read at once, also after the last one, at most
 
 
 def loaded_library(has: str = "") -> Any:
@@ -119,7 +120,7 @@ class Requantization:
             shifts = torch.zeros((), dtype=torch.int32, device="cpu") if shift is None else shift
             constants["residual_shift"] = _per_channel(shifts, channels, torch.int32)
             epilogue.residual_zero = site.held(site.match.reads[1]).zero
-        padded = {name: _padded(tensor, site.result().pixel) for name, tensor in constants.items()}
+        padded = {name: _padded(tensor, site.result().pixel + VECTOR) for name, tensor in constants.items()}
         return Requantization(epilogue, tuple(point(epilogue, padded.items())))
 
 
@@ -173,9 +174,10 @@ def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Cal
     Of one group, the taps of a row may be one sum. Channels that are only padding have no bias.
     """
     own, input, result = Requantization.of(site, layer), site.held(site.match.reads[0]), site.result()
-    outside, area, calls = torch.full((input.pixel,), input.zero, dtype=torch.uint8, device="cpu"), result.grid[1:-1], list[Summed]()
+    outside = torch.full((input.pixel + SLACK,), input.zero, dtype=torch.uint8, device="cpu")
+    area, calls = result.grid[1:-1], list[Summed]()
     for part, outputs in layer.convolutions(area):
-        bias = _padded(part.bias(input.zero), result.pixel)
+        bias = _padded(part.bias(input.zero), result.pixel + VECTOR)
         sums = Sum(outside=address(outside), bias=address(bias), epilogue=own.epilogue, threads=1, groups=groups)
         sums.batch, sums.channels, sums.out_channels, sums.out_pixel = input.grid[0], input.pixel, result.channels, result.pixel
         window = (part.window[key] for key in WINDOW)
@@ -186,6 +188,7 @@ def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Cal
         sums.in_place = groups and loaded_library().fxq_reads_in_place(ctypes.addressof(sums))
         weight = pack(part.weight, sums.in_place * sums.channels * (sums.kernel_width if sums.fused else 1))
         sums.weight = address(weight)
+        weight = _arranged(sums, weight)
         names, keeps = ("input", "residual")[: len(site.match.reads)], (weight, outside, bias, *own.keeps)
         calls.append(Summed(function, sums, names, keeps, _area(input), finish=loaded_library().fxq_finish))
     layer.prove_requantization(site, calls[0].requantized)
@@ -200,6 +203,19 @@ def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Cal
         return bound
 
     return calls[0] if len(calls) == 1 else Binding(bind)
+
+
+def _arranged(sums: Sum, weight: Tensor) -> Tensor:
+    """Return a packed weight as C arranges it by what its sums prove, or itself where C takes it as it is; `sums` gets its address."""
+    loaded, place = loaded_library(), ctypes.addressof(sums)
+    memory = torch.empty(loaded.fxq_bytes_arranged(place), dtype=torch.uint8, device="cpu")
+    if not len(memory):
+        return weight
+    sums.output = address(memory)
+    loaded.fxq_arrange(place)
+    arranged = memory[: loaded.fxq_bytes_arranged(place)].clone()
+    sums.weight = address(arranged)
+    return arranged
 
 
 def _set_window(structure: Sum | Move, area: Sequence[int], *window: Sequence[int]) -> None:
@@ -289,6 +305,8 @@ def pointwise(site: Site) -> Built:
     forms = [site.held(read) for read in site.match.reads]
     table = enumerated(site, forms, result)
     structure = _move(forms[0], result)
+    if len(forms) == 2 and forms[1].sizes != result.sizes:
+        table = table.view(256, 256).t().flatten()  # what a channel needs for one byte of the second operand lies side by side
     structure.table = address(table)
     if len(forms) == 1:
         structure.channels = forms[0].pixel

@@ -56,6 +56,7 @@ typedef struct {
     int64_t fused; /* whether the taps of a row, which lie side by side, are summed as one */
     int64_t small; /* whether no byte of the input is above 127: a sum of two of its products with weights then fits in 16 bits */
     int64_t in_place; /* whether tiles read pixels where they lie: every run of the weight then fills whole tiles, with zeros */
+    int64_t arranged, steps, runs; /* of a weight of AVX2: whether its steps are of bytes or of words, their number, and that of their runs */
     Window;
     int64_t whole_depth, whole_height, whole_width; /* of the output and the residual, of which these pixels are written and read: */
     int64_t first_depth, first_height, first_width, step_depth, step_height, step_width; /* the first, and every step-th after it */
@@ -92,6 +93,8 @@ static inline int32_t nearest(float value) { /* half to even; |value| < 2^22 */
     u.f = value + 12582912.0f;
     return u.i - 0x4B400000;
 }
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -194,6 +197,80 @@ INLINE void finish(const Epilogue *e, const Lanes *l, int mode, int adds, int fu
 
 #endif
 
+#if WORDS
+typedef struct {
+    __m256 factor;
+    __m256i shift, multiplier, right_shift, half, before, residual_factor, residual_shift;
+} Lanes; /* what an epilogue is for eight channels */
+
+/* Numbers of eight channels: of four from `c` on, and of four more `apart` channels further on. Arrays are padded to whole vectors. */
+INLINE __m256i eight_of(const void *values, int64_t c, int64_t apart) {
+    const int32_t *at = (const int32_t *)values + c;
+    if (apart == 4) return _mm256_loadu_si256((const __m256i *)at);
+    return _mm256_loadu2_m128i((const __m128i *)(at + apart), (const __m128i *)at);
+}
+
+INLINE Lanes lanes_of(const Epilogue *e, int mode, int adds, int64_t c, int64_t apart) {
+    Lanes l;
+    if (mode == REAL) l.factor = _mm256_castsi256_ps(eight_of(e->factor, c, apart));
+    if (mode == FIXED) {
+        l.shift = eight_of(e->shift, c, apart), l.multiplier = eight_of(e->multiplier, c, apart);
+        l.right_shift = eight_of(e->right_shift, c, apart), l.half = eight_of(e->half, c, apart), l.before = eight_of(e->before, c, apart);
+    }
+    if (adds) l.residual_factor = eight_of(e->residual_factor, c, apart), l.residual_shift = eight_of(e->residual_shift, c, apart);
+    return l;
+}
+
+/* The integers that eight sums become, before their limits; of an accumulator, the sums. mode and adds are constants. */
+INLINE __m256i finished(const Epilogue *e, const Lanes *l, int mode, int adds, __m256i sum, __m128i residual) {
+    if (adds) {
+        __m256i r = _mm256_sub_epi32(_mm256_cvtepu8_epi32(residual), _mm256_set1_epi32((int32_t)e->residual_zero));
+        sum = _mm256_add_epi32(sum, _mm256_srav_epi32(_mm256_mullo_epi32(r, l->residual_factor), l->residual_shift));
+    }
+    if (mode == SUM) return sum;
+    if (mode == REAL) { /* beyond 2^31 a positive number would become a negative integer */
+        __m256 v = _mm256_min_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(sum), l->factor), _mm256_set1_ps(32767.0f));
+        return _mm256_cvtps_epi32(v);
+    }
+    __m256i v = _mm256_srav_epi32(_mm256_add_epi32(sum, l->before), l->shift);
+    v = _mm256_max_epi32(v, _mm256_set1_epi32((int32_t)-e->limit));
+    v = _mm256_min_epi32(v, _mm256_set1_epi32((int32_t)(e->limit - 1)));
+    v = _mm256_madd_epi16(v, l->multiplier); /* both have 16 bits, and the upper half of the multiplier is 0 */
+    return _mm256_srav_epi32(_mm256_add_epi32(v, l->half), l->right_shift);
+}
+
+/* Sixteen integers within their limits, with the zero added, in 16 bits: in each half of the vector, four of `first`, then of `second`. */
+INLINE __m256i limited(const Epilogue *e, __m256i first, __m256i second) {
+    __m256i words = _mm256_packs_epi32(first, second); /* saturates, beyond the limits of bytes */
+    words = _mm256_max_epi16(words, _mm256_set1_epi16((int16_t)e->low));
+    words = _mm256_min_epi16(words, _mm256_set1_epi16((int16_t)e->high));
+    return _mm256_add_epi16(words, _mm256_set1_epi16((int16_t)e->zero));
+}
+
+INLINE __m128i residual_of(const uint8_t *residual, int64_t channels) {
+    int64_t bytes = 0;
+    if (channels >= 8) memcpy(&bytes, residual, 8);
+    else memcpy(&bytes, residual, (size_t)channels);
+    return _mm_cvtsi64_si128(bytes);
+}
+
+/* Store what `finished` gives of eight channels, or of fewer, of two pixels, or of the first. */
+INLINE void store_pair(const Epilogue *e, int mode, int64_t channels, void *output, const int64_t *places, const __m256i *sums, int two) {
+    if (mode == SUM) {
+        for (int i = 0; i < 1 + two; i++) memcpy((int32_t *)output + places[i], sums + i, (size_t)least(channels, 8) * 4);
+        return;
+    }
+    __m256i words = limited(e, sums[0], sums[two]), bytes = _mm256_packus_epi16(words, words);
+    __m128i both = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5)));
+    int64_t eights[2] = {_mm_cvtsi128_si64(both), _mm_extract_epi64(both, 1)};
+    for (int i = 0; i < 1 + two; i++) {
+        uint8_t *to = (uint8_t *)output + places[i];
+        if (channels >= 8) memcpy(to, eights + i, 8);
+        else memcpy(to, eights + i, (size_t)channels);
+    }
+}
+#endif
+
 /* BODY(mode, adds) with constants, for what the structure says. */
 #define FOR_EACH_EPILOGUE(s, BODY)                                                                                                     \
     switch ((s)->epilogue.mode * 2 + ((s)->residual != NULL)) {                                                                        \
@@ -213,6 +290,18 @@ static void finish_row(const Sum *s, const int32_t *sums, int64_t at) {
         __mmask16 mask = mask_of(channels - c);                                                                                        \
         Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, c, mask);                                                                     \
         finish(&s->epilogue, &lanes, MODE, ADDS, 0, _mm512_maskz_loadu_epi32(mask, sums + c), mask, s->residual, s->output, at + c);   \
+    }
+    FOR_EACH_EPILOGUE(s, ROW)
+#elif WORDS
+#define ROW(MODE, ADDS)                                                                                                                \
+    for (int64_t c = 0; c < channels; c += 8) {                                                                                        \
+        const int64_t place = at + c, left = channels - c;                                                                             \
+        const Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, c, 4);                                                                  \
+        int32_t own[8];                                                                                                                \
+        memcpy(own, sums + c, (size_t)least(left, 8) * sizeof *own);                                                                   \
+        const __m128i residual = ADDS ? residual_of(s->residual + place, left) : _mm_setzero_si128();                                  \
+        const __m256i v = finished(&s->epilogue, &lanes, MODE, ADDS, _mm256_loadu_si256((const __m256i *)own), residual);              \
+        store_pair(&s->epilogue, MODE, left, s->output, &place, &v, 0);                                                                \
     }
     FOR_EACH_EPILOGUE(s, ROW)
 #else
@@ -301,8 +390,6 @@ static void set_one_pixel(Sum *s) {
     s->whole_depth = s->whole_height = s->whole_width = s->step_depth = s->step_height = s->step_width = 1;
 }
 #endif
-
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- sums of products over channels ---- */
 
@@ -626,68 +713,676 @@ static void tiles_of(const Sum *s, int64_t group, const Operands *o, int64_t beg
 #endif
 
 #if WORDS
+/* AVX2 multiplies bytes of an operand by those of a weight in pairs, and adds the two products in 16 bits, where they may not fit
+   (maddubs). That they do is a property of the weight, so it is proved where the weight is packed, by `fxq_arrange`:
+
+   A step is four bytes of a pixel times a quad of weights of each of eight output channels. The two products of a pair, and those of
+   several steps, a run, are added in 16 bits; then the run's two sums of a channel are widened to 32 bits and added to its total. Bytes
+   are at most 255 (127 if `small`), so a run is exact where neither the positive weights that meet in 16 bits nor the negative ones have
+   a sum of magnitudes above 128 (258). Order is free: steps that fit together make a run. A step that alone does not fit becomes two,
+   which share its weights. Where so many are split that it does not pay, all bytes of a layer are widened to 16 bits: words. */
+
+enum { BYTES = 1, WORDED = 2, TRANSFORMED = 3 }; /* what the steps of an arranged weight multiply: see also `transform_weight` */
+enum { CHANNELS = 8, QUAD = 4, STEP = CHANNELS * QUAD, SUMS = STEP / 2 }; /* output channels, bytes, products and sums in 16 bits of a step */
+enum { LONGEST = 8, LONG = 4 };                 /* steps of a run: of filters, and of sums over channels */
+enum { FILTERS = 32 };                          /* channels of a block of filters, whose steps are two taps of each of them */
 #ifdef __AVXVNNI__
-enum { NARROW = 6, CHUNK = 48 }; /* pixels side by side */
+enum { SIDE = 12, LOOKED = 1, EXACT = 1 };      /* pixels side by side; steps that are tried for a run; whether every step is exact, alone */
 #else
-enum { NARROW = 4, CHUNK = 48 };
+enum { SIDE = 8, LOOKED = 24, EXACT = 0 };
 #endif
 
-/* The sums of NARROW pixels by 16 channels. Without dot products of bytes, even and odd bytes are widened apart, and products of two of
-   them are exact in 32 bits. */
-INLINE void sum_words(const Sum *s, int small, const uint8_t *const *table, int64_t offset, const int8_t *weight, int64_t quads, int32_t (*sums)[16]) {
-    __m256i sum[NARROW][2];
-    int64_t taps = taps_of(s);
-#pragma GCC unroll 8
-    for (int m = 0; m < NARROW; m++) sum[m][0] = sum[m][1] = _mm256_setzero_si256();
-    for (int64_t t = 0; t < taps; t++)
-        for (int64_t k = 0; k < quads; k++, weight += 64) {
-            __m256i w[2];
-#pragma GCC unroll 2
-            for (int b = 0; b < 2; b++) w[b] = _mm256_loadu_si256((const __m256i *)(weight + 32 * b));
-#ifndef __AVXVNNI__
-            const __m256i low = _mm256_set1_epi32(0x00FF00FF), ones = _mm256_set1_epi16(1);
-            __m256i even[2], odd[2];
-#pragma GCC unroll 2
-            for (int b = 0; b < 2; b++) even[b] = _mm256_srai_epi16(_mm256_slli_epi16(w[b], 8), 8), odd[b] = _mm256_srai_epi16(w[b], 8);
-#endif
-#pragma GCC unroll 8
-            for (int m = 0; m < NARROW; m++) {
-                int32_t word;
-                memcpy(&word, table[t * CHUNK + m] + offset + 4 * k, 4);
-                __m256i x = _mm256_set1_epi32(word);
-#ifdef __AVXVNNI__
-#pragma GCC unroll 2
-                for (int b = 0; b < 2; b++) sum[m][b] = _mm256_dpbusd_avx_epi32(sum[m][b], x, w[b]);
-#else
-                __m256i first = _mm256_and_si256(x, low), second = _mm256_srli_epi16(x, 8);
-#pragma GCC unroll 2
-                for (int b = 0; b < 2; b++) {
-                    __m256i pairs = small ? _mm256_madd_epi16(_mm256_maddubs_epi16(x, w[b]), ones)
-                                          : _mm256_add_epi32(_mm256_madd_epi16(first, even[b]), _mm256_madd_epi16(second, odd[b]));
-                    sum[m][b] = _mm256_add_epi32(sum[m][b], pairs);
-                }
-#endif
-            }
-        }
-    for (int m = 0; m < NARROW; m++)
-        for (int b = 0; b < 2; b++) _mm256_storeu_si256((__m256i *)(sums[m] + 8 * b), sum[m][b]);
+typedef struct {
+    int32_t first, runs[LONGEST]; /* the first step; the numbers of runs of one step, of two, ... The longest come first */
+} Block; /* of output channels */
+
+/* An arranged weight: the blocks, the offset of the bytes of each step in a pixel's operands, and each step's weights. */
+typedef struct {
+    Block *blocks;
+    int32_t *offsets;
+    int8_t *weights;
+    int64_t count, most; /* numbers of blocks and, at most, of steps */
+} Arranged;
+
+static int64_t rounded(int64_t size) { return (size + 63) / 64 * 64; }
+
+static int64_t quads_of(const Sum *s) { return taps_of(s) * (s->channels / s->groups) / QUAD * (s->fused ? s->kernel_width : 1); }
+
+static int64_t blocks_of_group(const Sum *s) { return (s->out_channels / s->groups + CHANNELS - 1) / CHANNELS; }
+
+enum { POSITIONS = 16 };
+
+/* Whether a sum is of windows of three by three pixels, each beside the last: see `transform_weight`. */
+static int may_transform(const Sum *s) {
+    int64_t steps = s->stride_depth * s->stride_height * s->stride_width * s->dilation_height * s->dilation_width;
+    int64_t parts = s->step_depth * s->step_height * s->step_width * s->groups * s->kernel_depth;
+    return !EXACT && steps * parts == 1 && s->kernel_height == 3 && s->kernel_width == 3 && !s->pad_depth && s->depth == s->out_depth;
 }
 
-static void sum_chunk(const Sum *s, const uint8_t *const *table, int64_t count, int32_t *rows) {
-    int64_t inner = s->channels / s->groups, outer = s->out_channels / s->groups, blocks = (outer + 15) / 16;
-    int64_t quads = inner / 4 * (s->fused ? s->kernel_width : 1), block_bytes = taps_of(s) * quads * 64;
-    int32_t sums[NARROW][16];
-    for (int64_t block = 0; block < blocks * s->groups; block++) {
-        int64_t group = block / blocks, channel = group * outer + block % blocks * 16, channels = least(16, (group + 1) * outer - channel);
-        for (int64_t m = 0; m < count; m += NARROW) {
-            const int8_t *weight = (const int8_t *)s->weight + block * block_bytes;
-            if (s->small) sum_words(s, 1, table + m, group * inner, weight, quads, sums);
-            else sum_words(s, 0, table + m, group * inner, weight, quads, sums);
-            for (int64_t i = m; i < least(m + NARROW, count); i++)
-                for (int64_t c = 0; c < channels; c++) rows[i * s->out_channels + channel + c] = sums[i - m][c] + s->bias[channel + c];
+static Arranged arranged_at(const Sum *s, void *memory) {
+    Arranged a = {.blocks = memory, .count = s->groups * blocks_of_group(s)};
+    a.most = a.count * quads_of(s) * (2 - EXACT);
+    if (may_transform(s)) a.most = a.count * POSITIONS * s->channels / 2;
+    a.offsets = (int32_t *)((char *)memory + rounded(a.count * (int64_t)sizeof(Block)));
+    a.weights = (int8_t *)a.offsets + rounded(a.most * (int64_t)sizeof(int32_t));
+    return a;
+}
+
+/* A step that waits for a run, with the sums of its positive and its negative weights that meet in each sum of 16 bits. */
+typedef struct {
+    int8_t weights[2 * FILTERS];
+    int16_t positive[FILTERS], negative[FILTERS]; /* of SUMS of them, where it is no step of filters */
+    int32_t offset, taken;
+} Waiting;
+
+static void total_step(Waiting *step, int sums) {
+    for (int i = 0; i < sums; i++) {
+        int first = step->weights[2 * i], second = step->weights[2 * i + 1];
+        step->positive[i] = (int16_t)((first > 0 ? first : 0) + (second > 0 ? second : 0));
+        step->negative[i] = (int16_t)((first < 0 ? -first : 0) + (second < 0 ? -second : 0));
+    }
+}
+
+/* Move half of the weights that do not fit to a second step; return the number of steps. */
+static int64_t split_step(Waiting *step, int16_t most, int sums) {
+    int splits = 0;
+    memset(step[1].weights, 0, sizeof step[1].weights);
+    for (int i = 0; i < sums; i++)
+        if (step->positive[i] > most || step->negative[i] > most)
+            for (int j = 2 * i; j < 2 * i + 2; j++, splits = 1) {
+                step[1].weights[j] = (int8_t)(step->weights[j] / 2);
+                step->weights[j] = (int8_t)(step->weights[j] - step[1].weights[j]);
+            }
+    step[1].offset = step->offset;
+    for (int i = 0; i < 1 + splits; i++) total_step(step + i, sums);
+    return 1 + splits;
+}
+
+/* Add a step to the sums of a run, if it fits. */
+INLINE int fits_run(const Waiting *step, int16_t most, const int sums, int16_t *positive, int16_t *negative) {
+    int above = 0;
+    for (int i = 0; i < sums; i++) above |= (positive[i] + step->positive[i] > most) | (negative[i] + step->negative[i] > most);
+    if (above) return 0;
+    for (int i = 0; i < sums; i++) positive[i] = (int16_t)(positive[i] + step->positive[i]), negative[i] = (int16_t)(negative[i] + step->negative[i]);
+    return 1;
+}
+
+/* Order the steps of a block by runs, the longest first. `order` gets their indices; `runs` the number of runs of each length. */
+INLINE void find_runs(Waiting *steps, int64_t count, int16_t most, const int sums, const int longest, int32_t *order, int32_t *runs) {
+    int32_t *places = malloc((size_t)(count * (LONGEST + 1) + 1) * sizeof *places); /* of each run, its length and its steps */
+    int64_t number = 0;
+    for (int64_t first = 0; first < count; first++) {
+        if (steps[first].taken) continue;
+        int16_t positive[FILTERS] = {0}, negative[FILTERS] = {0};
+        int32_t *run = places + number++ * (LONGEST + 1);
+        *run = 0;
+        for (int64_t i = first, tried = 0; i < count && tried < LOOKED && *run < longest; i++) {
+            if (steps[i].taken) continue;
+            tried++;
+            if ((steps[i].taken = fits_run(steps + i, most, sums, positive, negative))) run[++*run] = (int32_t)i;
         }
     }
-    for (int64_t m = 0; m < count; m++) finish_row(s, rows + m * s->out_channels, places_of(s, table, CHUNK)[m]);
+    for (int length = longest; length > 0; length--)
+        for (int64_t i = 0; i < number; i++) {
+            const int32_t *run = places + i * (LONGEST + 1);
+            if (*run != length) continue;
+            runs[length - 1]++;
+            for (int j = 1; j <= length; j++) *order++ = run[j];
+        }
+    free(places);
+}
+
+/* Of the quads of eight channels, the first two bytes of each and then the last two, as words are multiplied. */
+static inline __m256i halves_of(__m256i quads) {
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(quads, order), _MM_SHUFFLE(3, 1, 2, 0));
+}
+
+/* The weight of a step, from one that is packed as (group, block, tap, quad of input channels, 16 output channels, 4). */
+static const int8_t *packed_step(const Sum *s, int64_t block, int64_t quad) {
+    int64_t group = block / blocks_of_group(s), own = block % blocks_of_group(s), doubles = (blocks_of_group(s) + 1) / 2;
+    return (const int8_t *)s->weight + (((group * doubles + own / 2) * quads_of(s) + quad) * 2 + own % 2) * STEP;
+}
+
+/* Where the bytes of a step lie among the operands of a pixel: the channels of each tap, one tap after another. */
+static int32_t offset_of(const Sum *s, int64_t block, int64_t quad) {
+    int64_t inner = s->channels / s->groups, of_tap = quads_of(s) / taps_of(s);
+    int64_t whole = s->channels * (s->fused ? s->kernel_width : 1);
+    return (int32_t)(quad / of_tap * whole + block / blocks_of_group(s) * inner + quad % of_tap * QUAD);
+}
+
+static int16_t largest_sum(const Sum *s) { return EXACT ? 2 * 128 : s->small ? 258 : 128; }
+
+static int64_t arrange(Sum *s, const Arranged *a, int worded) {
+    int64_t quads = quads_of(s), cost = 0;
+    Waiting *steps = malloc((size_t)(2 * quads + 1) * sizeof *steps);
+    int32_t *order = malloc((size_t)(2 * quads + 1) * sizeof *order);
+    s->steps = s->runs = 0;
+    for (int64_t block = 0; block < a->count; block++) {
+        int64_t count = 0;
+        for (int64_t quad = 0; quad < quads; quad++) {
+            static const int8_t none[STEP];
+            Waiting *step = steps + count;
+            memcpy(step->weights, packed_step(s, block, quad), STEP);
+            if (!EXACT && !memcmp(step->weights, none, STEP)) continue; /* as of channels that are only padding, or of another group */
+            step->offset = offset_of(s, block, quad);
+            total_step(step, SUMS);
+            count += worded ? 1 : split_step(step, largest_sum(s), SUMS);
+        }
+        for (int64_t i = 0; i < count; i++) steps[i].taken = 0, order[i] = (int32_t)i;
+        Block *own = a->blocks + block;
+        memset(own, 0, sizeof *own);
+        own->first = (int32_t)s->steps;
+        if (worded) own->runs[0] = (int32_t)count;
+        else find_runs(steps, count, largest_sum(s), SUMS, LONG, order, own->runs);
+        for (int64_t i = 0; i < count; i++) {
+            const Waiting *step = steps + order[i];
+            __m256i weights = _mm256_loadu_si256((const __m256i *)step->weights);
+            _mm256_storeu_si256((__m256i *)(a->weights + (s->steps + i) * STEP), worded ? halves_of(weights) : weights);
+            a->offsets[s->steps + i] = step->offset;
+        }
+        for (int i = 0; i < LONGEST; i++) s->runs += own->runs[i];
+        s->steps += count;
+    }
+    cost = worded ? 6 * s->steps : 3 * s->steps + s->runs; /* of eight sums: loads, products and additions */
+    free(steps);
+    free(order);
+    s->arranged = worded ? WORDED : BYTES;
+    return cost;
+}
+#endif
+
+#if WORDS
+/* ---- windows of three by three pixels with fewer products ----
+
+   Four sums of windows that lie beside each other, two by two, take 36 products of each channel; Winograd's transformation takes 16: of
+   differences and sums of the 4 × 4 bytes that the windows cover (at most 1020) and of the nine weights (at most 9 · 128, as they are
+   doubled for each of the two directions, so that they stay integers). Sums of these products are added and subtracted, and are four
+   times the sums of the windows. In 32 bits that is right where four times a sum fits, which the weights prove here. */
+
+/* With 2, 0, 0; 1, 1, 1; 1, -1, 1; 0, 0, 2 for the three weights of a direction. */
+static int32_t doubled(int64_t i, int32_t first, int32_t second, int32_t third) {
+    return i == 0 ? 2 * first : i == 3 ? 2 * third : first + (i == 1 ? second : -second) + third;
+}
+
+/* Write the transformed weight as [position][block][pair of channels][8 output channels][2], int16; return whether sums are proved to fit. */
+static int transform_weight(Sum *s, const Arranged *a) {
+    int16_t *to = (int16_t *)a->weights;
+    int64_t channels = s->channels, pairs = channels / 2, largest = 0;
+    for (int64_t block = 0; block < a->count; block++)
+        for (int64_t o = 0; o < CHANNELS; o++) {
+            int64_t total = 0;
+            for (int64_t c = 0; c < channels; c++) {
+                int32_t w[3][3], rows[4][3];
+                for (int64_t tap = 0; tap < 9; tap++) {
+                    w[tap / 3][tap % 3] = packed_step(s, block, (tap * channels + c) / QUAD)[o * QUAD + c % QUAD];
+                    total += abs(w[tap / 3][tap % 3]);
+                }
+                for (int64_t i = 0; i < 4; i++)
+                    for (int64_t j = 0; j < 3; j++) rows[i][j] = doubled(i, w[0][j], w[1][j], w[2][j]);
+                for (int64_t i = 0; i < POSITIONS; i++) {
+                    int64_t at = ((i * a->count + block) * pairs + c / 2) * 2 * CHANNELS + 2 * o + c % 2;
+                    to[at] = (int16_t)doubled(i % 4, rows[i / 4][0], rows[i / 4][1], rows[i / 4][2]);
+                }
+            }
+            largest = total > largest ? total : largest;
+        }
+    s->arranged = TRANSFORMED;
+    s->steps = a->count * POSITIONS * pairs, s->runs = 0;
+    return 4 * 255 * largest < INT32_MAX;
+}
+
+/* Instructions, as `arrange` counts them for a pixel, for all pixels: products, what reads four by four bytes, and what adds 16 sums. */
+static int64_t cost_transformed(const Sum *s, const Arranged *a) {
+    int64_t squares = ((s->out_height + 1) / 2) * ((s->out_width + 1) / 2);
+    return squares * (POSITIONS * 3 * a->count * s->channels / 2 + 6 * s->channels + 64 * a->count);
+}
+
+/* ---- one filter for each channel: a step is two taps of each of 32 channels ---- */
+
+static int64_t pairs_of_taps(const Sum *s) { return (taps_of(s) + 1) / 2; }
+
+static int64_t bytes_of_filters(int64_t worded) { return FILTERS * (worded ? 4 : 2); } /* of a step */
+
+static Arranged filters_at(const Sum *s, void *memory) {
+    Arranged a = {.blocks = memory, .count = (s->channels + FILTERS - 1) / FILTERS};
+    a.most = a.count * pairs_of_taps(s) * 2;
+    a.offsets = (int32_t *)((char *)memory + rounded(a.count * (int64_t)sizeof(Block)));
+    a.weights = (int8_t *)a.offsets + rounded(a.most * (int64_t)sizeof(int32_t));
+    return a;
+}
+
+/* The channel of a block whose two weights are the i-th of a step, as bytes of two taps are interleaved: 0 to 7, 16 to 23, 8 to 15, 24 to 31. */
+static int64_t filter_of(int64_t i) { return i / 8 == 1 ? i + 8 : i / 8 == 2 ? i - 8 : i; }
+
+static int64_t arrange_filters(Sum *s, const Arranged *a, int worded) {
+    int64_t pairs = pairs_of_taps(s), taps = taps_of(s);
+    Waiting *steps = malloc((size_t)(2 * pairs) * sizeof *steps);
+    int32_t *order = malloc((size_t)(2 * pairs) * sizeof *order);
+    s->steps = s->runs = 0;
+    for (int64_t block = 0; block < a->count; block++) {
+        int64_t count = 0;
+        for (int64_t pair = 0; pair < pairs; pair++) {
+            Waiting *step = steps + count;
+            for (int64_t i = 0; i < FILTERS; i++)
+                for (int64_t j = 0; j < 2; j++) {
+                    int64_t c = block * FILTERS + filter_of(i), tap = 2 * pair + j;
+                    step->weights[2 * i + j] = c < s->channels && tap < taps ? (int8_t)((const int32_t *)s->weight)[tap * s->channels + c] : 0;
+                }
+            step->offset = (int32_t)(2 * pair);
+            total_step(step, FILTERS);
+            count += worded ? 1 : split_step(step, s->small ? 258 : 128, FILTERS);
+        }
+        for (int64_t i = 0; i < count; i++) steps[i].taken = 0, order[i] = (int32_t)i;
+        Block *own = a->blocks + block;
+        memset(own, 0, sizeof *own);
+        own->first = (int32_t)s->steps;
+        if (worded) own->runs[0] = (int32_t)count;
+        else find_runs(steps, count, s->small ? 258 : 128, FILTERS, LONGEST, order, own->runs);
+        for (int64_t i = 0; i < count; i++) {
+            const Waiting *step = steps + order[i];
+            int8_t *to = a->weights + (s->steps + i) * bytes_of_filters(worded);
+            if (worded) for (int j = 0; j < 2 * FILTERS; j += 16) { /* in the order in which unpacked bytes are widened */
+                int from = j / 32 * 32 + j % 32 / 16 * 8;
+                int64_t halves[2];
+                memcpy(halves, step->weights + from, 8);
+                memcpy(halves + 1, step->weights + from + 16, 8);
+                _mm256_storeu_si256((__m256i *)(to + 2 * j), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)halves)));
+            } else memcpy(to, step->weights, 2 * FILTERS);
+            a->offsets[s->steps + i] = step->offset;
+        }
+        for (int i = 0; i < LONGEST; i++) s->runs += own->runs[i];
+        s->steps += count;
+    }
+    free(steps);
+    free(order);
+    s->arranged = worded ? WORDED : BYTES;
+    return worded ? 14 * s->steps : 6 * s->steps + 4 * s->runs; /* of 32 channels: products, additions and what interleaves */
+}
+#endif
+
+/* The bytes that a weight takes once it is arranged, and at most before it is; 0 where it stays as it is packed. */
+int64_t fxq_bytes_arranged(const Sum *s) {
+#if WORDS
+    Arranged a = s->groups ? arranged_at(s, NULL) : filters_at(s, NULL);
+    int64_t step = s->groups ? STEP : bytes_of_filters(s->arranged == WORDED);
+    return (int64_t)(intptr_t)a.weights + (s->steps ? s->steps : a.most) * step;
+#else
+    (void)s;
+    return 0;
+#endif
+}
+
+/* Arrange the packed weight of a sum in the memory of its output, and write how that was done to the structure. */
+void fxq_arrange(Sum *s) {
+#if WORDS
+    Arranged a = s->groups ? arranged_at(s, s->output) : filters_at(s, s->output);
+    int64_t (*way)(Sum *, const Arranged *, int) = s->groups ? arrange : arrange_filters;
+    int64_t cost = way(s, &a, 0);
+    int64_t worded = EXACT && s->groups ? INT64_MAX : way(s, &a, 1), pixels = s->out_height * s->out_width;
+    if (s->groups && may_transform(s) && cost_transformed(s, &a) < pixels * least(cost, worded) && transform_weight(s, &a)) return;
+    if (worded >= cost || s->arranged == TRANSFORMED) way(s, &a, worded < cost);
+#else
+    (void)s;
+#endif
+}
+
+#if WORDS
+/* The sums of one run after another, each of `length` steps, of `pixels` pixels by eight channels; x: the first operand of each pixel. */
+INLINE void add_runs(const int length, const int pixels, int32_t runs, const uint8_t *const *x, const int32_t **offsets, const int8_t **weights,
+                     __m256i *sums) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    const int32_t *offset = *offsets;
+    const int8_t *w = *weights;
+    for (int32_t run = 0; run < runs; run++, offset += length, w += length * STEP) {
+        __m256i factors[LONG];
+        int64_t at[LONG];
+#pragma GCC unroll 4
+        for (int i = 0; i < length; i++) factors[i] = _mm256_loadu_si256((const __m256i *)(w + i * STEP)), at[i] = offset[i];
+#pragma GCC unroll 12
+        for (int m = 0; m < pixels; m++) {
+            __m256i total = _mm256_setzero_si256();
+#pragma GCC unroll 4
+            for (int i = 0; i < length; i++) {
+                int32_t word;
+                memcpy(&word, x[m] + at[i], 4);
+#ifdef __AVXVNNI__
+                sums[m] = _mm256_dpbusd_avx_epi32(sums[m], _mm256_set1_epi32(word), factors[i]);
+#else
+                const __m256i products = _mm256_maddubs_epi16(_mm256_set1_epi32(word), factors[i]);
+                total = i ? _mm256_add_epi16(total, products) : products;
+                __asm__("" : "+x"(total));
+#endif
+            }
+            if (!EXACT) sums[m] = _mm256_add_epi32(sums[m], _mm256_madd_epi16(total, ones));
+        }
+    }
+    *offsets = offset;
+    *weights = w;
+}
+
+/* The sums of steps whose operands were widened. */
+INLINE void add_words(const int pixels, int32_t steps, const uint8_t *const *x, const int32_t *offset, const int8_t *w, __m256i *sums) {
+    for (int32_t step = 0; step < steps; step++, offset++, w += STEP) {
+        const int64_t at = 2 * *offset;
+        __m256i factors[2];
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) factors[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w + i));
+#pragma GCC unroll 12
+        for (int m = 0; m < pixels; m++)
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                int32_t words;
+                memcpy(&words, x[m] + at + 4 * i, 4);
+                sums[m] = _mm256_add_epi32(sums[m], _mm256_madd_epi16(_mm256_set1_epi32(words), factors[i]));
+            }
+    }
+}
+
+/* The operands of pixels: `pitch` bytes from one to the next. */
+typedef struct {
+    const uint8_t *rows;
+    const int64_t *places;
+    int64_t pitch;
+} Pixels;
+
+/* Finish the sums of `pixels` pixels by eight channels, or by fewer: `to` says where these pixels are written. */
+INLINE void finish_tile(const Sum *s, const int pixels, const int64_t *to, int64_t channel, int64_t channels, const __m256i *sums) {
+#define TILED(MODE, ADDS)                                                                                                              \
+    if (channels == CHANNELS) { TILED_OF(MODE, ADDS, CHANNELS) } else { TILED_OF(MODE, ADDS, channels) }
+#define TILED_OF(MODE, ADDS, COUNT)                                                                                                    \
+    const Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, channel, 4);                                                                \
+    _Pragma("GCC unroll 12") for (int i = 0; i < pixels; i += 2) {                                                                     \
+        const int two = i + 1 < pixels;                                                                                                \
+        const int64_t places[2] = {to[i] + channel, to[i + two] + channel};                                                            \
+        __m256i both[2];                                                                                                               \
+        for (int j = 0; j < 1 + two; j++)                                                                                              \
+            both[j] = finished(&s->epilogue, &lanes, MODE, ADDS, sums[i + j],                                                          \
+                               ADDS ? residual_of(s->residual + places[j], COUNT) : _mm_setzero_si128());                              \
+        store_pair(&s->epilogue, MODE, COUNT, s->output, places, both, two);                                                           \
+    }
+    FOR_EACH_EPILOGUE(s, TILED)
+}
+
+/* The sums of `pixels` pixels by eight channels, from `m` on, finished. */
+INLINE void tile_of(const Sum *s, const int pixels, const Arranged *a, const Block *own, const Pixels *from, int64_t m, int64_t channel,
+                    int64_t channels) {
+    const int32_t *offsets = a->offsets + own->first;
+    const int8_t *weights = a->weights + own->first * STEP;
+    const uint8_t *x[SIDE];
+    const __m256i bias = _mm256_loadu_si256((const __m256i *)(s->bias + channel));
+    __m256i sums[SIDE];
+#pragma GCC unroll 12
+    for (int i = 0; i < pixels; i++) {
+        sums[i] = bias;
+        x[i] = from->rows + (m + i) * from->pitch;
+        __asm__("" : "+r"(x[i])); /* stays in a register of its own, in place of an addition for each operand */
+    }
+    if (s->arranged == WORDED) add_words(pixels, own->runs[0], x, offsets, weights, sums);
+    else {
+        if (!EXACT) add_runs(4, pixels, own->runs[3], x, &offsets, &weights, sums);
+        if (!EXACT) add_runs(3, pixels, own->runs[2], x, &offsets, &weights, sums);
+        if (!EXACT) add_runs(2, pixels, own->runs[1], x, &offsets, &weights, sums);
+        add_runs(1, pixels, own->runs[0], x, &offsets, &weights, sums);
+    }
+    finish_tile(s, pixels, from->places + m, channel, channels, sums);
+}
+
+/* The sums of pixels from `m` on by the eight channels of a block. */
+static void block_of(const Sum *s, const Arranged *a, int64_t block, const Pixels *from, int64_t m, int64_t count) {
+    const int64_t outer = s->out_channels / s->groups, of_group = blocks_of_group(s), group = block / of_group;
+    const int64_t channel = group * outer + block % of_group * CHANNELS, channels = least(CHANNELS, (group + 1) * outer - channel);
+    for (; m + SIDE <= count; m += SIDE) tile_of(s, SIDE, a, a->blocks + block, from, m, channel, channels);
+    for (; m + 4 <= count; m += 4) tile_of(s, 4, a, a->blocks + block, from, m, channel, channels);
+    for (; m < count; m++) tile_of(s, 1, a, a->blocks + block, from, m, channel, channels);
+}
+
+#ifdef __AVXVNNI__
+enum { NARROW = 6 }; /* pixels by two blocks: an operand that was read is multiplied twice */
+
+/* The sums of whole tiles of two blocks of a group, whose steps have the same order; return the number of their pixels. */
+static int64_t two_blocks(const Sum *s, const Arranged *a, int64_t block, const Pixels *from, int64_t count) {
+    const Block *own = a->blocks + block;
+    const int64_t outer = s->out_channels / s->groups, of_group = blocks_of_group(s), group = block / of_group;
+    const int64_t channel = group * outer + block % of_group * CHANNELS, channels = (group + 1) * outer - channel;
+    const __m256i bias[2] = {_mm256_loadu_si256((const __m256i *)(s->bias + channel)), _mm256_loadu_si256((const __m256i *)(s->bias + channel + 8))};
+    int64_t m = 0;
+    for (; m + NARROW <= count; m += NARROW) {
+        const int32_t *offset = a->offsets + own->first;
+        const int8_t *w = a->weights + own->first * STEP, *other = w + own->runs[0] * STEP;
+        const uint8_t *x[NARROW];
+        __m256i totals[2][NARROW], sums[2][NARROW]; /* sums are in memory, for what finishes them */
+#pragma GCC unroll 6
+        for (int i = 0; i < NARROW; i++) {
+            totals[0][i] = bias[0], totals[1][i] = bias[1], x[i] = from->rows + (m + i) * from->pitch;
+            __asm__("" : "+r"(x[i]));
+        }
+        for (int32_t run = 0; run < own->runs[0]; run++, offset++, w += STEP, other += STEP) {
+            const int64_t at = *offset;
+            const __m256i factors = _mm256_loadu_si256((const __m256i *)w), others = _mm256_loadu_si256((const __m256i *)other);
+#pragma GCC unroll 6
+            for (int i = 0; i < NARROW; i++) {
+                int32_t word;
+                memcpy(&word, x[i] + at, 4);
+                const __m256i bytes = _mm256_set1_epi32(word);
+                totals[0][i] = _mm256_dpbusd_avx_epi32(totals[0][i], bytes, factors);
+                totals[1][i] = _mm256_dpbusd_avx_epi32(totals[1][i], bytes, others);
+            }
+        }
+        memcpy(sums, totals, sizeof sums);
+        finish_tile(s, NARROW, from->places + m, channel, CHANNELS, sums[0]);
+        finish_tile(s, NARROW, from->places + m, channel + CHANNELS, least(CHANNELS, channels - CHANNELS), sums[1]);
+    }
+    return m;
+}
+#endif
+
+/* The sums of pixels by a block, or, with dot products of bytes, by two; return the number of blocks. */
+static int64_t blocks_at(const Sum *s, const Arranged *a, int64_t block, const Pixels *from, int64_t count) {
+#ifdef __AVXVNNI__
+    if ((block + 1) % blocks_of_group(s)) {
+        int64_t m = two_blocks(s, a, block, from, count);
+        block_of(s, a, block, from, m, count);
+        block_of(s, a, block + 1, from, m, count);
+        return 2;
+    }
+#endif
+    block_of(s, a, block, from, 0, count);
+    return 1;
+}
+
+/* Copy a number of bytes that is a multiple of four; as words if they are widened. */
+INLINE void copy_run(uint8_t *to, const uint8_t *from, int64_t size, int widens) {
+    int64_t i = 0;
+    if (widens) {
+        for (; i + 16 <= size; i += 16)
+            _mm256_storeu_si256((__m256i *)(to + 2 * i), _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(from + i))));
+        for (; i < size; i += 4) {
+            int32_t word;
+            memcpy(&word, from + i, 4);
+            _mm_storel_epi64((__m128i *)(to + 2 * i), _mm_cvtepu8_epi16(_mm_cvtsi32_si128(word)));
+        }
+        return;
+    }
+    for (; i + 32 <= size; i += 32) _mm256_storeu_si256((__m256i *)(to + i), _mm256_loadu_si256((const __m256i *)(from + i)));
+    for (; i + 16 <= size; i += 16) _mm_storeu_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+    for (; i < size; i += 4) memcpy(to + i, from + i, 4);
+}
+
+/* Whether the operands of a pixel are that pixel of the input. */
+static int reads_pixels(const Sum *s) {
+    int64_t taps = s->kernel_depth * s->kernel_height * s->kernel_width, moves = s->stride_depth * s->stride_height * s->stride_width;
+    return taps == 1 && moves == 1 && !(s->pad_depth | s->pad_height | s->pad_width) && s->depth == s->out_depth &&
+           s->height == s->out_height && s->width == s->out_width;
+}
+
+/* Two vectors or sums become four: first - third, second + third, third - second, second - fourth. */
+#define DIRECTION(SUB, ADD, A, B, C, D, TO, STEP_OF)                                                                                   \
+    (TO)[0] = SUB(A, C), (TO)[STEP_OF] = ADD(B, C), (TO)[2 * STEP_OF] = SUB(C, B), (TO)[3 * STEP_OF] = SUB(B, D)
+
+/* The transformed bytes of one square: of each position `apart` words. `at` are its 4 × 4 pixels. */
+static void transform_square(const uint8_t *const *at, int64_t channels, int16_t *to, int64_t apart) {
+    for (int64_t c = 0; c < channels; c += 16) { /* the last words may be of bytes that follow a pixel, and are not read */
+        __m256i x[16], down[16], across[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) x[i] = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(at[i] + c)));
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) DIRECTION(_mm256_sub_epi16, _mm256_add_epi16, x[j], x[4 + j], x[8 + j], x[12 + j], down + j, 4);
+#pragma GCC unroll 4
+        for (int i = 0; i < 16; i += 4)
+            DIRECTION(_mm256_sub_epi16, _mm256_add_epi16, down[i], down[i + 1], down[i + 2], down[i + 3], across + i, 1);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) _mm256_storeu_si256((__m256i *)(to + i * apart + c), across[i]);
+    }
+}
+
+/* The sums of products of words at one position, of SIDE squares by eight channels. */
+static void sum_position(const int16_t *x, int64_t pitch, const int16_t *w, int64_t pairs, __m256i *to) {
+    const int16_t *rows[SIDE];
+    __m256i sums[SIDE];
+#pragma GCC unroll 12
+    for (int m = 0; m < SIDE; m++) {
+        sums[m] = _mm256_setzero_si256();
+        rows[m] = x + m * pitch;
+        __asm__("" : "+r"(rows[m]));
+    }
+    for (int64_t k = 0; k < pairs; k++, w += 2 * CHANNELS) {
+        const __m256i factors = _mm256_loadu_si256((const __m256i *)w);
+#pragma GCC unroll 12
+        for (int m = 0; m < SIDE; m++) {
+            int32_t pair;
+            memcpy(&pair, rows[m] + 2 * k, 4);
+            sums[m] = _mm256_add_epi32(sums[m], _mm256_madd_epi16(_mm256_set1_epi32(pair), factors));
+        }
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < SIDE; m++) _mm256_store_si256(to + m, sums[m]);
+}
+
+/* The four sums of a square, from those of its positions, which lie `apart` vectors from each other. */
+INLINE void square_of(const __m256i *sums, int64_t apart, __m256i bias, __m256i *to) {
+    __m256i down[2][4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const __m256i second = sums[(4 + j) * apart], third = sums[(8 + j) * apart];
+        down[0][j] = _mm256_add_epi32(_mm256_add_epi32(sums[j * apart], second), third);
+        down[1][j] = _mm256_sub_epi32(_mm256_sub_epi32(second, third), sums[(12 + j) * apart]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        const __m256i first = _mm256_add_epi32(_mm256_add_epi32(down[i][0], down[i][1]), down[i][2]);
+        const __m256i second = _mm256_sub_epi32(_mm256_sub_epi32(down[i][1], down[i][2]), down[i][3]);
+        to[2 * i] = _mm256_add_epi32(_mm256_srai_epi32(first, 2), bias);
+        to[2 * i + 1] = _mm256_add_epi32(_mm256_srai_epi32(second, 2), bias);
+    }
+}
+
+/* Squares of four pixels of the output, of all images. */
+typedef struct {
+    int64_t high, wide, all; /* of an image, and their number */
+} Squares;
+
+/* The places of the four pixels of a square in the output, -1 where they are outside, and the 4 × 4 pixels that they read. */
+static void find_square(const Sum *s, const Squares *q, int64_t square, int64_t *places, const uint8_t **at) {
+    int64_t plane = square / q->wide / q->high, y = square / q->wide % q->high * 2, x = square % q->wide * 2;
+    for (int64_t i = 0; i < 4; i++) {
+        int64_t line = y + i / 2, column = x + i % 2;
+        int inside = line < s->out_height && column < s->out_width;
+        places[i] = inside ? ((plane * s->out_height + line) * s->out_width + column) * s->out_pixel : -1;
+    }
+    for (int64_t i = 0; i < POSITIONS; i++) {
+        int64_t line = y + i / 4 - s->pad_height, column = x + i % 4 - s->pad_width;
+        int inside = line >= 0 && column >= 0 && line < s->height && column < s->width;
+        at[i] = inside ? s->input + ((plane * s->height + line) * s->width + column) * s->channels : s->outside;
+    }
+}
+
+static void store_square(const Sum *s, const int64_t *places, const __m256i *sums, int64_t channel, int64_t channels) {
+#define SQUARE(MODE, ADDS)                                                                                                             \
+    {                                                                                                                                  \
+        const Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, channel, 4);                                                            \
+        for (int i = 0; i < 4; i++) {                                                                                                  \
+            if (places[i] < 0) continue;                                                                                               \
+            const int64_t place = places[i] + channel;                                                                                 \
+            const __m128i residual = ADDS ? residual_of(s->residual + place, channels) : _mm_setzero_si128();                          \
+            const __m256i v = finished(&s->epilogue, &lanes, MODE, ADDS, sums[i], residual);                                           \
+            store_pair(&s->epilogue, MODE, channels, s->output, &place, &v, 0);                                                        \
+        }                                                                                                                              \
+    }
+    FOR_EACH_EPILOGUE(s, SQUARE)
+}
+
+static void sum_squares(const Sum *s) {
+    const Arranged a = arranged_at(s, (void *)s->weight);
+    const Squares q = {(s->out_height + 1) / 2, (s->out_width + 1) / 2, s->batch * s->out_depth * ((s->out_height + 1) / 2) * ((s->out_width + 1) / 2)};
+    const int64_t pitch = (s->channels + 15) / 16 * 16, pairs = s->channels / 2, fitting = (1 << 17) / POSITIONS / pitch / SIDE * SIDE;
+    const int64_t size = fitting < 2 * SIDE ? 2 * SIDE : fitting > 8 * SIDE ? 8 * SIDE : fitting;
+#pragma omp parallel num_threads(s->threads) if (s->threads > 1)
+    {
+        int16_t *words = aligned_alloc(64, (size_t)(POSITIONS * size * pitch) * sizeof *words);
+        __m256i *sums = aligned_alloc(64, (size_t)(POSITIONS * size) * sizeof *sums);
+        int64_t *places = malloc((size_t)(4 * size) * sizeof *places);
+#pragma omp for
+        for (int64_t first = 0; first < q.all; first += size) {
+            int64_t count = least(size, q.all - first), whole = (count + SIDE - 1) / SIDE * SIDE;
+            const uint8_t *at[POSITIONS];
+            for (int64_t m = 0; m < count; m++) {
+                find_square(s, &q, first + m, places + 4 * m, at);
+                transform_square(at, s->channels, words + m * pitch, size * pitch);
+            }
+            for (int64_t i = 0; i < POSITIONS; i++) /* squares that are computed, but not stored */
+                memset(words + (i * size + count) * pitch, 0, (size_t)((whole - count) * pitch) * sizeof *words);
+            for (int64_t block = 0; block < a.count; block++) {
+                const int64_t channel = block * CHANNELS, channels = least(CHANNELS, s->out_channels - channel);
+                const __m256i bias = _mm256_loadu_si256((const __m256i *)(s->bias + channel));
+                for (int64_t i = 0; i < POSITIONS; i++) {
+                    const int16_t *w = (const int16_t *)a.weights + (i * a.count + block) * pairs * 2 * CHANNELS;
+                    for (int64_t m = 0; m < whole; m += SIDE) sum_position(words + (i * size + m) * pitch, pitch, w, pairs, sums + i * size + m);
+                }
+                for (int64_t m = 0; m < count; m++) {
+                    __m256i four[4];
+                    square_of(sums + m, size, bias, four);
+                    store_square(s, places + 4 * m, four, channel, channels);
+                }
+            }
+        }
+        free(words);
+        free(sums);
+        free(places);
+    }
+}
+
+enum { KEPT = 1 << 17, FEWEST = 24, MOST = 192 }; /* KEPT: bytes of operands that are computed at a time, of FEWEST to MOST pixels */
+
+static void sum_arranged(const Sum *s) {
+    const Arranged a = arranged_at(s, (void *)s->weight);
+    const int64_t pixels = s->batch * s->out_depth * s->out_height * s->out_width, taps = taps_of(s), widens = s->arranged == WORDED;
+    const int64_t run = s->channels * (s->fused ? s->kernel_width : 1), in_place = reads_pixels(s) && !widens;
+    const int64_t linear = in_place && s->step_depth * s->step_height * s->step_width == 1; /* the pixels of the result, in their order */
+    const int64_t pitch = in_place ? s->channels : taps * run * (1 + widens), fitting = KEPT / pitch / SIDE * SIDE;
+    const int64_t size = fitting < FEWEST ? FEWEST : fitting > MOST ? MOST : fitting;
+#pragma omp parallel num_threads(s->threads) if (s->threads > 1)
+    {
+        const uint8_t **table = malloc(bytes_of_table(s, size));
+        uint8_t *rows = in_place ? NULL : malloc((size_t)(size * pitch + 64));
+#pragma omp for
+        for (int64_t first = 0; first < pixels; first += size) {
+            int64_t count = least(size, pixels - first);
+            int64_t *places = (int64_t *)places_of(s, table, size);
+            if (linear) for (int64_t m = 0; m < count; m++) places[m] = (first + m) * s->out_pixel;
+            else find_pixels(s, first, count, size, table);
+            for (int64_t m = 0; m < count && !in_place; m++)
+                for (int64_t t = 0; t < taps; t++) {
+                    uint8_t *to = rows + m * pitch + t * run * (1 + widens);
+                    if (widens) copy_run(to, table[t * size + m], run, 1);
+                    else copy_run(to, table[t * size + m], run, 0);
+                }
+            const Pixels from = {in_place ? s->input + first * pitch : rows, places, pitch};
+            for (int64_t block = 0; block < a.count; block += blocks_at(s, &a, block, &from, count)) {}
+        }
+        free((void *)table);
+        free(rows);
+    }
 }
 #endif
 
@@ -754,19 +1449,8 @@ void fxq_convolution(const Sum *s) {
         free((void *)table);
     }
 #elif WORDS
-    int64_t pixels = s->batch * s->out_depth * s->out_height * s->out_width;
-#pragma omp parallel num_threads(s->threads) if (s->threads > 1)
-    {
-        const uint8_t **table = malloc(bytes_of_table(s, CHUNK));
-        int32_t *rows = malloc((size_t)(CHUNK * s->out_channels) * sizeof *rows);
-#pragma omp for
-        for (int64_t first = 0; first < pixels; first += CHUNK) {
-            find_pixels(s, first, least(CHUNK, pixels - first), CHUNK, table);
-            sum_chunk(s, table, least(CHUNK, pixels - first), rows);
-        }
-        free((void *)table);
-        free(rows);
-    }
+    if (s->arranged == TRANSFORMED) sum_squares(s);
+    else sum_arranged(s);
 #else
     (void)s;
 #endif
@@ -826,11 +1510,20 @@ void fxq_product(const Product *p) {
 #pragma omp parallel num_threads(p->threads) if (p->threads > 1 && count > 1)
     {
         uint8_t *bytes = calloc((size_t)(p->rows * pixel + 64), 1);
-        int8_t *weight = malloc((size_t)((blocks * quads + 16) * 64));
+        int8_t *weight = malloc((size_t)((blocks * quads + 16) * 64)); /* tiles read up to 15 quads more */
         int32_t *bias = malloc((size_t)blocks * 64), *sums = malloc((size_t)p->rows * 4);
         Sum sum = {.input = bytes, .outside = bytes, .weight = weight, .bias = bias, .batch = p->rows, .channels = pixel, .threads = 1};
         set_one_pixel(&sum);
         sum.out_channels = sum.out_pixel = p->columns;
+#if WORDS
+        sum.arranged = EXACT ? BYTES : WORDED;
+        const Arranged arranged = arranged_at(&sum, malloc((size_t)fxq_bytes_arranged(&sum)));
+        sum.weight = arranged.blocks;
+        for (int64_t block = 0; block < arranged.count; block++) {
+            arranged.blocks[block] = (Block){.first = (int32_t)(block * quads), .runs = {(int32_t)quads}};
+            for (int64_t k = 0; k < quads; k++) arranged.offsets[block * quads + k] = (int32_t)(QUAD * k);
+        }
+#endif
 #pragma omp for
         for (int64_t item = 0; item < count; item++) {
             int64_t z = item % p->sizes[2], y = item / p->sizes[2] % p->sizes[1], x = item / p->sizes[2] / p->sizes[1];
@@ -854,6 +1547,15 @@ void fxq_product(const Product *p) {
                     pack_block(from, of_other[3], of_other[4], least(4, p->depth - k), least(16, p->columns - 16 * block), turn,
                                weight + (block * quads + k / 4) * 64, bias + 16 * block);
                 }
+#if WORDS
+            for (int64_t i = 0; i < 2 * blocks * quads; i++) { /* of both halves of each vector */
+                int64_t block = i / 2 / quads * 2 + i % 2;
+                __m256i eight = _mm256_loadu_si256((const __m256i *)(weight + i * STEP));
+                if (block >= arranged.count) continue;
+                __m256i *to = (__m256i *)(arranged.weights + (block * quads + i / 2 % quads) * STEP);
+                _mm256_storeu_si256(to, EXACT ? eight : halves_of(eight));
+            }
+#endif
             for (int64_t n = 0; n < p->columns; n++) bias[n] *= -(int32_t)p->input_zero;
             sum.output = p->output + item * p->rows * p->columns;
             fxq_convolution(&sum);
@@ -861,6 +1563,9 @@ void fxq_product(const Product *p) {
                 for (int64_t m = 0; m < p->rows; m++)
                     for (int64_t n = 0; n < p->columns; n++) ((int32_t *)sum.output)[m * p->columns + n] += sums[m];
         }
+#if WORDS
+        free(arranged.blocks);
+#endif
         free(bytes);
         free(weight);
         free(bias);
@@ -909,10 +1614,132 @@ INLINE void filter_row(const Sum *s, const uint8_t *const *table, int mode, int 
 }
 #endif
 
+#if WORDS
+/* The sums of 32 channels: of the eight in each of four vectors, four lie 16 channels after the others, as unpacked bytes do. */
+INLINE void widen(__m256i *sums, __m256i first, __m256i second, __m256i other, __m256i another) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    sums[0] = _mm256_add_epi32(sums[0], _mm256_madd_epi16(_mm256_unpacklo_epi16(first, other), ones));
+    sums[1] = _mm256_add_epi32(sums[1], _mm256_madd_epi16(_mm256_unpackhi_epi16(first, other), ones));
+    sums[2] = _mm256_add_epi32(sums[2], _mm256_madd_epi16(_mm256_unpacklo_epi16(second, another), ones));
+    sums[3] = _mm256_add_epi32(sums[3], _mm256_madd_epi16(_mm256_unpackhi_epi16(second, another), ones));
+}
+
+typedef struct {
+    const uint8_t *const *table; /* of the pixels that each tap reads */
+    int64_t stride, taps;
+} Taps;
+
+/* The bytes of 32 channels that two taps of a pixel read, interleaved. */
+INLINE void interleaved(const Taps *t, int64_t tap, int64_t m, int64_t c, __m256i *both) {
+    const uint8_t *const *at = t->table + tap * t->stride + m;
+    const __m256i first = _mm256_loadu_si256((const __m256i *)(at[0] + c));
+    const __m256i second = _mm256_loadu_si256((const __m256i *)(at[tap + 1 < t->taps ? t->stride : 0] + c)); /* a missing tap has the weight 0 */
+    both[0] = _mm256_unpacklo_epi8(first, second);
+    both[1] = _mm256_unpackhi_epi8(first, second);
+}
+
+/* Sums in 16 bits of one run after another, of which two are widened together. */
+INLINE void filter_bytes(const int pixels, const Block *own, const int32_t *offset, const int8_t *w, const Taps *t, int64_t m, int64_t c,
+                         __m256i (*sums)[4]) {
+    __m256i waiting[2][2] = {{_mm256_setzero_si256()}};
+    int waits = 0;
+    for (int64_t length = LONGEST; length > 0; length--)
+        for (int32_t run = 0; run < own->runs[length - 1]; run++) {
+            __m256i totals[2][2], both[2];
+            for (int64_t i = 0; i < length; i++, offset++, w += 2 * FILTERS)
+#pragma GCC unroll 2
+                for (int p = 0; p < pixels; p++) {
+                    interleaved(t, *offset, m + p, c, both);
+#pragma GCC unroll 2
+                    for (int j = 0; j < 2; j++) {
+                        const __m256i products = _mm256_maddubs_epi16(both[j], _mm256_loadu_si256((const __m256i *)w + j));
+                        totals[p][j] = i ? _mm256_add_epi16(totals[p][j], products) : products;
+                    }
+                }
+#pragma GCC unroll 2
+            for (int p = 0; p < pixels; p++) {
+                if (waits) widen(sums[p], waiting[p][0], waiting[p][1], totals[p][0], totals[p][1]);
+                else waiting[p][0] = totals[p][0], waiting[p][1] = totals[p][1];
+            }
+            waits = !waits;
+        }
+    for (int p = 0; p < pixels && waits; p++) widen(sums[p], waiting[p][0], waiting[p][1], _mm256_setzero_si256(), _mm256_setzero_si256());
+}
+
+INLINE void filter_words(const int pixels, const Block *own, const int32_t *offset, const int8_t *w, const Taps *t, int64_t m, int64_t c,
+                         __m256i (*sums)[4]) {
+    const __m256i zero = _mm256_setzero_si256();
+    for (int32_t i = 0; i < own->runs[0]; i++, offset++, w += 4 * FILTERS)
+#pragma GCC unroll 2
+        for (int p = 0; p < pixels; p++) {
+            __m256i both[2];
+            interleaved(t, *offset, m + p, c, both);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                const __m256i x = j % 2 ? _mm256_unpackhi_epi8(both[j / 2], zero) : _mm256_unpacklo_epi8(both[j / 2], zero);
+                sums[p][j] = _mm256_add_epi32(sums[p][j], _mm256_madd_epi16(x, _mm256_loadu_si256((const __m256i *)w + j)));
+            }
+        }
+}
+
+/* Finish the sums of 32 channels of a pixel, or of fewer. */
+INLINE void store_filters(const Epilogue *e, int mode, int adds, int64_t c, int64_t channels, const __m256i *sums, const uint8_t *residual, void *output) {
+    uint8_t added[FILTERS];
+    __m256i values[4];
+    if (adds) memcpy(added, residual, (size_t)least(channels, FILTERS));
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const Lanes lanes = lanes_of(e, mode, adds, c + 4 * j, 16);
+        __m128i r = _mm_setzero_si128();
+        if (adds) r = _mm_unpacklo_epi32(_mm_loadu_si32(added + 4 * j), _mm_loadu_si32(added + 16 + 4 * j));
+        values[j] = finished(e, &lanes, mode, adds, sums[j], r);
+    }
+    if (mode == SUM) {
+        int32_t ordered[FILTERS];
+        for (int j = 0; j < 4; j++) _mm256_storeu2_m128i((__m128i *)(ordered + 16 + 4 * j), (__m128i *)(ordered + 4 * j), values[j]);
+        memcpy(output, ordered, (size_t)least(channels, FILTERS) * 4);
+        return;
+    }
+    const __m256i bytes = _mm256_packus_epi16(limited(e, values[0], values[1]), limited(e, values[2], values[3]));
+    if (channels >= FILTERS) _mm256_storeu_si256(output, bytes);
+    else memcpy(output, &bytes, (size_t)channels);
+}
+
+/* The channels of a block, of `count` pixels of a row. */
+INLINE void filter_block(const Sum *s, const Arranged *a, int64_t block, const Taps *t, int64_t count, int mode, int adds) {
+    const Block *own = a->blocks + block;
+    const int64_t c = block * FILTERS, channels = s->out_channels - c, size = mode == SUM ? 4 : 1, *places = places_of(s, t->table, t->stride);
+    const int32_t *offsets = a->offsets + own->first;
+    const int8_t *weights = a->weights + own->first * bytes_of_filters(s->arranged == WORDED);
+    for (int64_t m = 0, pixels; m < count; m += pixels) {
+        __m256i sums[2][4];
+        pixels = m + 1 < count ? 2 : 1;
+        for (int p = 0; p < 2; p++)
+            for (int j = 0; j < 4; j++) sums[p][j] = eight_of(s->bias, c + 4 * j, 16);
+        if (s->arranged == WORDED && pixels == 2) filter_words(2, own, offsets, weights, t, m, c, sums);
+        else if (s->arranged == WORDED) filter_words(1, own, offsets, weights, t, m, c, sums);
+        else if (pixels == 2) filter_bytes(2, own, offsets, weights, t, m, c, sums);
+        else filter_bytes(1, own, offsets, weights, t, m, c, sums);
+        for (int p = 0; p < pixels; p++) {
+            const int64_t at = places[m + p] + c;
+            store_filters(&s->epilogue, mode, adds, c, channels, sums[p], s->residual + at, (uint8_t *)s->output + size * at);
+        }
+    }
+}
+
+static void filter_rows(const Sum *s, const uint8_t *const *table) {
+    const Arranged a = filters_at(s, (void *)s->weight);
+    const Taps taps = {table, s->out_width, taps_of(s)};
+#define FILTER(MODE, ADDS) for (int64_t block = 0; block < a.count; block++) filter_block(s, &a, block, &taps, s->out_width, MODE, ADDS)
+    FOR_EACH_EPILOGUE(s, FILTER)
+#undef FILTER
+}
+#endif
+
 /* The weight is [tap][channels], int32, of which the upper halves are 0. */
 void fxq_depthwise(const Sum *s) {
     int64_t channels = s->channels, rows = s->batch * s->out_depth * s->out_height;
-#if !VNNI
+#if !VNNI && !WORDS
     int64_t taps = taps_of(s);
     const int32_t *weight = s->weight;
 #endif
@@ -927,25 +1754,16 @@ void fxq_depthwise(const Sum *s) {
             (void)sums;
 #define FILTER(MODE, ADDS) filter_row(s, table, MODE, ADDS)
             FOR_EACH_EPILOGUE(s, FILTER)
+#elif WORDS
+            (void)sums;
+            filter_rows(s, table);
 #else
             for (int64_t m = 0; m < s->out_width; m++) {
-                int64_t begin = 0;
-#if WORDS
-                for (; begin + 8 <= channels; begin += 8) {
-                    __m256i sum = _mm256_loadu_si256((const __m256i *)(s->bias + begin));
-                    for (int64_t t = 0; t < taps; t++) {
-                        __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(table[t * s->out_width + m] + begin)));
-                        __m256i w = _mm256_loadu_si256((const __m256i *)(weight + t * channels + begin));
-                        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, w)); /* the upper halves of both are 0 */
-                    }
-                    _mm256_storeu_si256((__m256i *)(sums + begin), sum);
-                }
-#endif
-                for (int64_t c = begin; c < channels; c++) sums[c] = s->bias[c];
+                for (int64_t c = 0; c < channels; c++) sums[c] = s->bias[c];
                 for (int64_t t = 0; t < taps; t++) {
                     const uint8_t *p = table[t * s->out_width + m];
                     const int32_t *w = weight + t * channels;
-                    for (int64_t c = begin; c < channels; c++) sums[c] += (int32_t)p[c] * (int16_t)w[c];
+                    for (int64_t c = 0; c < channels; c++) sums[c] += (int32_t)p[c] * (int16_t)w[c];
                 }
                 finish_row(s, sums, places_of(s, table, s->out_width)[m]);
             }
@@ -963,6 +1781,17 @@ void fxq_depthwise(const Sum *s) {
 INLINE __m512i nearest_of(__m512 v, __m512 scales, __m512 lows, __m512 highs) {
     v = _mm512_div_ps(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, v, _CMP_ORD_Q), v), scales);
     return _mm512_cvt_roundps_epi32(_mm512_min_ps(_mm512_max_ps(v, lows), highs), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#endif
+
+#if WORDS
+/* Eight numbers that begin at x, or fewer, as integers within limits; NaN is 0. */
+INLINE __m256i nearest_of(const float *x, int64_t count, float scale, float low, float high) {
+    float own[8] = {0};
+    if (count < 8) memcpy(own, x, (size_t)count * sizeof *own);
+    __m256 v = _mm256_loadu_ps(count < 8 ? own : x);
+    v = _mm256_div_ps(_mm256_and_ps(v, _mm256_cmp_ps(v, v, _CMP_ORD_Q)), _mm256_set1_ps(scale));
+    return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(v, _mm256_set1_ps(low)), _mm256_set1_ps(high)));
 }
 #endif
 
@@ -999,6 +1828,33 @@ void fxq_quantize(const Move *s) {
                         word = _mm512_or_si512(word, _mm512_sll_epi32(q, _mm_cvtsi64_si128(8 * k)));
                     }
                     _mm512_mask_storeu_epi32((int32_t *)y + i, mask, word);
+                }
+                continue;
+            }
+#endif
+#if WORDS
+            if (area == 1) {
+                for (int64_t c = 0; c < width; c += 8) {
+                    int64_t left = s->channels - c;
+                    __m256i q = left > 0 ? nearest_of(x + c, left, scale, low, high) : _mm256_setzero_si256();
+                    q = _mm256_packs_epi32(_mm256_add_epi32(q, _mm256_set1_epi32(zero)), q);
+                    q = _mm256_packus_epi16(q, q);
+                    int32_t quads[2] = {_mm256_extract_epi32(q, 0), _mm256_extract_epi32(q, 4)};
+                    memcpy(y + c, quads, 4);
+                    if (width - c >= 8) memcpy(y + c + 4, quads + 1, 4); /* a width is a multiple of four */
+                }
+                continue;
+            }
+            if (width == 4) {
+                for (int64_t i = 0; i < s->width; i += 8) {
+                    __m256i word = _mm256_setzero_si256();
+                    for (int64_t k = 0; k < 4; k++) {
+                        __m256i q = _mm256_set1_epi32(zero);
+                        if (k < s->channels) q = _mm256_add_epi32(q, nearest_of(x + k * area + i, s->width - i, scale, low, high));
+                        word = _mm256_or_si256(word, _mm256_sll_epi32(q, _mm_cvtsi64_si128(8 * k)));
+                    }
+                    if (s->width - i >= 8) memcpy(y + 4 * i, &word, 32);
+                    else memcpy(y + 4 * i, &word, (size_t)(s->width - i) * 4);
                 }
                 continue;
             }
@@ -1052,11 +1908,22 @@ void fxq_max_pool(const Move *s) {
                     _mm512_mask_storeu_epi8(y + c, mask, most);
                 }
 #else
-                memset(y, 0, (size_t)channels);
+                int64_t begin = 0;
+#if WORDS
+                for (; begin + 32 <= channels; begin += 32) {
+                    __m256i most = _mm256_setzero_si256();
+                    for (int64_t i = 0; i < count; i++)
+                        for (int64_t j = 0, x = left; j < s->kernel_width; j++, x += s->dilation_width)
+                            if (x >= 0 && x < s->width)
+                                most = _mm256_max_epu8(most, _mm256_loadu_si256((const __m256i *)(line[i] + x * channels + begin)));
+                    _mm256_storeu_si256((__m256i *)(y + begin), most);
+                }
+#endif
+                memset(y + begin, 0, (size_t)(channels - begin));
                 for (int64_t i = 0; i < count; i++)
                     for (int64_t j = 0, x = left; j < s->kernel_width; j++, x += s->dilation_width)
                         if (x >= 0 && x < s->width)
-                            for (int64_t c = 0; c < channels; c++) y[c] = y[c] > line[i][x * channels + c] ? y[c] : line[i][x * channels + c];
+                            for (int64_t c = begin; c < channels; c++) y[c] = y[c] > line[i][x * channels + c] ? y[c] : line[i][x * channels + c];
 #endif
             }
         }
@@ -1064,41 +1931,112 @@ void fxq_max_pool(const Move *s) {
     }
 }
 
+#if WORDS
+enum { PARTS = 8, WIDTH = 3 }; /* parts of half a table, of 16 bytes each; vectors side by side */
+
+/* A table as sixteen parts, but for the first of each half the difference to the part before it. Shuffles give 0 for a negative index, so
+   the differences up to the part of a byte remain, and these are that part. */
+INLINE void differences_of(const uint8_t *table, __m256i *parts) {
+    for (int i = 0; i < 2 * PARTS; i++) {
+        __m128i part = _mm_loadu_si128((const __m128i *)table + i);
+        if (i % PARTS) part = _mm_xor_si128(part, _mm_loadu_si128((const __m128i *)table + i - 1));
+        parts[i] = _mm256_broadcastsi128_si256(part);
+    }
+}
+
+INLINE void shuffled(const __m256i *parts, const int vectors, const uint8_t *x, uint8_t *y) {
+    const __m256i sixteen = _mm256_set1_epi8(16), half = _mm256_set1_epi8((char)128);
+    __m256i at[WIDTH], found[WIDTH];
+#pragma GCC unroll 3
+    for (int v = 0; v < vectors; v++) at[v] = _mm256_loadu_si256((const __m256i *)x + v), found[v] = _mm256_setzero_si256();
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * PARTS; i++) {
+#pragma GCC unroll 3
+        for (int v = 0; v < vectors; v++) {
+            if (i == PARTS) at[v] = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)x + v), half);
+            found[v] = _mm256_xor_si256(found[v], _mm256_shuffle_epi8(parts[i], at[v]));
+            at[v] = _mm256_subs_epi8(at[v], sixteen);
+        }
+    }
+#pragma GCC unroll 3
+    for (int v = 0; v < vectors; v++) _mm256_storeu_si256((__m256i *)y + v, found[v]);
+}
+
+static void look_up(const uint8_t *table, const uint8_t *x, uint8_t *y, int64_t size, int64_t threads) {
+    const int64_t together = 32 * WIDTH, whole = size / together;
+    __m256i parts[2 * PARTS];
+    differences_of(table, parts);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < whole; i++) shuffled(parts, WIDTH, x + i * together, y + i * together);
+    for (int64_t i = whole * together; i < size; i++) y[i] = table[x[i]];
+}
+#endif
+
+enum { BESIDE = 32 }; /* channels whose tables stay in the nearest cache */
+
+/* Of each channel, the table of its z. */
+static void look_up_channels(const uint8_t *table, const uint8_t *z, const uint8_t *x, uint8_t *restrict y, int64_t pixels, int64_t channels) {
+    for (int64_t c = 0; c < channels; c += BESIDE) {
+        int64_t count = least(BESIDE, channels - c);
+        const uint8_t *of[BESIDE];
+        for (int64_t i = 0; i < count; i++) of[i] = table + 256 * z[c + i];
+        for (int64_t p = 0; p < pixels; p++)
+            for (int64_t i = 0; i < count; i++) y[p * channels + c + i] = of[i][x[p * channels + c + i]];
+    }
+}
+
 /* table[x] of `batch` pixels; with `out_height` = 1, every channel has a table of its own. */
 void fxq_lookup(const Move *s) {
-    int64_t channels = s->channels, own = s->out_height ? 256 : 0;
+    int64_t channels = s->channels;
+    const uint8_t *table = s->table;
+    if (s->out_height) {
+#pragma omp parallel for num_threads(s->threads) if (s->threads > 1)
+        for (int64_t pixel = 0; pixel < s->batch; pixel++) {
+            const uint8_t *x = (const uint8_t *)s->input + pixel * channels;
+            uint8_t *restrict y = (uint8_t *)s->output + pixel * channels;
+            const uint8_t *of = table;
+            for (int64_t c = 0; c < channels; c++, of += 256) y[c] = of[x[c]];
+        }
+        return;
+    }
+#if WORDS
+    look_up(table, s->input, s->output, s->batch * channels, s->threads);
+#else
 #if VNNI && defined(__AVX512VBMI__)
     __m512i part[4];
-    for (int i = 0; i < 4; i++) part[i] = _mm512_loadu_si512((const uint8_t *)s->table + 64 * i);
+    for (int i = 0; i < 4; i++) part[i] = _mm512_loadu_si512(table + 64 * i);
 #endif
 #pragma omp parallel for num_threads(s->threads) if (s->threads > 1)
     for (int64_t pixel = 0; pixel < s->batch; pixel++) {
-        const uint8_t *x = (const uint8_t *)s->input + pixel * channels, *table = s->table;
+        const uint8_t *x = (const uint8_t *)s->input + pixel * channels;
         uint8_t *restrict y = (uint8_t *)s->output + pixel * channels;
 #if VNNI && defined(__AVX512VBMI__)
-        for (int64_t c = 0; !own && c < channels; c += 64) {
+        for (int64_t c = 0; c < channels; c += 64) {
             __mmask64 mask = channels - c >= 64 ? ~0ull : ~0ull >> (64 - (channels - c));
             __m512i at = _mm512_maskz_loadu_epi8(mask, x + c);
             __m512i low = _mm512_permutex2var_epi8(part[0], at, part[1]), high = _mm512_permutex2var_epi8(part[2], at, part[3]);
             _mm512_mask_storeu_epi8(y + c, mask, _mm512_mask_blend_epi8(_mm512_movepi8_mask(at), low, high));
         }
-        if (!own) continue;
+#else
+        for (int64_t c = 0; c < channels; c++) y[c] = table[x[c]];
 #endif
-        for (int64_t c = 0; c < channels; c++, table += own) y[c] = table[x[c]];
     }
+#endif
 }
 
-/* table[256 * x + z]: z has as many images and channels as x, and as many pixels, or one, which is `out_height` = 1. */
+/* table[256 * x + z]; where z has one pixel for each image of x, which is `out_height` = 1, table[256 * z + x]. */
 void fxq_pairs(const Move *s) {
     const uint8_t *table = s->table;
     int64_t pixels = s->depth * s->height * s->width, channels = s->channels;
+    int64_t parts = s->out_height ? least(pixels, s->threads) : pixels, part = (pixels + parts - 1) / (parts ? parts : 1);
 #pragma omp parallel for collapse(2) num_threads(s->threads) if (s->threads > 1)
     for (int64_t image = 0; image < s->batch; image++)
-        for (int64_t p = 0; p < pixels; p++) {
-            const uint8_t *x = (const uint8_t *)s->input + (image * pixels + p) * channels;
-            const uint8_t *z = s->other + (s->out_height ? image : image * pixels + p) * channels;
-            uint8_t *y = (uint8_t *)s->output + (image * pixels + p) * channels;
-            for (int64_t c = 0; c < channels; c++) y[c] = table[256 * x[c] + z[c]];
+        for (int64_t i = 0; i < parts; i++) {
+            int64_t first = (image * pixels + i * part) * channels, count = least(part, pixels - i * part);
+            const uint8_t *x = (const uint8_t *)s->input + first, *z = s->other + (s->out_height ? image * channels : first);
+            uint8_t *restrict y = (uint8_t *)s->output + first;
+            if (s->out_height) look_up_channels(table, z, x, y, count, channels);
+            else for (int64_t c = 0; c < channels; c++) y[c] = table[256 * x[c] + z[c]];
         }
 }
 

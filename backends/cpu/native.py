@@ -64,7 +64,7 @@ class Sum(ctypes.Structure):
 
     _fields_ = [
         *fields(_pointer, "input residual outside weight bias output"),
-        *fields(_int64, "batch channels out_channels out_pixel groups threads fused small in_place"),
+        *fields(_int64, "batch channels out_channels out_pixel groups threads fused small in_place arranged steps runs"),
         *_WINDOW,
         *((f"{name}_{side}", _int64) for name in ("whole", "first", "step") for side in AREA),
         ("epilogue", Epilogue),
@@ -147,7 +147,8 @@ def library() -> Any:
     if not isinstance(loaded, str):
         for name in ("dot_products", "sums_of_products", "tiles"):
             getattr(loaded, f"fxq_has_{name}").restype = _int64
-        loaded.fxq_reads_in_place.restype, loaded.fxq_reads_in_place.argtypes = _int64, [_pointer]
+        for name in ("reads_in_place", "bytes_arranged"):
+            getattr(loaded, f"fxq_{name}").restype, getattr(loaded, f"fxq_{name}").argtypes = _int64, [_pointer]
     return loaded
 
 
@@ -170,7 +171,7 @@ def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
     return loaded
 
 
-_INTEGER = ("convolution", "depthwise", "finish", "quantize", "max_pool", "lookup", "pairs", "dynamic", "product", "watch")
+_INTEGER = ("convolution", "depthwise", "finish", "quantize", "max_pool", "lookup", "pairs", "dynamic", "product", "watch", "arrange")
 # Each returns the compiled functions of its source, or a sentence that says why there are none: those of training, the fused elementwise
 # functions of training, and those of elementwise chains and of programs.
 _SUMS = ("collect", "ends", "finish_forward", "finish_backward", "marked_backward", "centre")

@@ -12,10 +12,11 @@ import fxquant as fxq
 from fxquant.backends.cpu import native
 from fxquant.kernels.admission import Layer
 from fxquant.primitives import shape
-from tests.kernels.test_kernels import IN_C, assert_same, both, choices, chosen, computed, images, no_compiler, ordinary, slow
+from tests.kernels.test_kernels import IN_C, _flags, assert_same, both, choices, chosen, computed, images, no_compiler, ordinary, slow
 from tests.shared.networks import Network, members
 
 TARGETS = ("bayes-e", "x86", "bernoulli2")
+BYTES, WORDS, TRANSFORMED = 1, 2, 3  # what AVX2 multiplies
 __all__ = ["no_compiler"]
 
 
@@ -118,23 +119,30 @@ def test_tiles_read_the_pixels_of_a_window_in_place(name: str, target: str, monk
     assert not answers or set(answers) == {int(reads and bool(library.fxq_has_tiles()))}
 
 
-@pytest.mark.parametrize("instructions", ["", "avx2"])
-@pytest.mark.parametrize(("target", "small"), [("bayes-e", [0, 1]), ("x86", [0, 0])])
-def test_products_with_bytes_up_to_127_are_summed_in_16_bits(
-    target: str, small: list[int], instructions: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """AVX2 without dot products of bytes takes half as many instructions where an operand is a non-negative int8 tensor."""
+@pytest.mark.parametrize("instructions", ["avxvnni", "avx2"])
+@pytest.mark.parametrize(("target", "ways"), [("bayes-e", [BYTES, BYTES, BYTES]), ("x86", [WORDS, BYTES, TRANSFORMED])])
+def test_weights_prove_sums_in_16_bits(target: str, ways: list[int], instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AVX2 multiplies bytes in pairs where the sums of a layer's weights, by the operand's range, fit in 16 bits; else it widens them."""
     monkeypatch.setenv(native.INSTRUCTIONS, instructions)
     library = native.library.__wrapped__()
     if isinstance(library, str):
         pytest.skip(library)
-    function, flags = library.fxq_reads_in_place, list[int]()
-    monkeypatch.setattr(library, "fxq_reads_in_place", lambda place: flags.append(native.Sum.from_address(place).small) or function(place))
+    function, structure_at, all_sums = library.fxq_arrange, native.Sum.from_address, list[native.Sum]()
+    monkeypatch.setattr(
+        library, "fxq_arrange", lambda place: function(place) or all_sums.append(native.Sum.from_buffer_copy(structure_at(place)))
+    )
     monkeypatch.setattr(native, "library", lambda: library)
-    first, second = nn.Conv2d(3, 20, 1), nn.Conv2d(20, 17, 3)
-    second.weight.data = second.weight.data.sign()  # pairs of products reach 2 · 127 · 127
-    assert_kernels(nn.Sequential(first, nn.ReLU(), second, nn.ReLU()), target, 2, 3, 9, 8, moves=False)
-    assert flags == small
+    layers = [nn.Conv2d(*shape) for shape in ((3, 20, 1), (20, 16, (1, 3)), (16, 24, (3, 1)), (24, 24, 3))]
+    for index, layer in enumerate(layers):  # with weights of which few are large, as in trained layers
+        layer.weight.data.normal_(generator=torch.Generator().manual_seed(index)).pow_(3)
+    for layer in layers[1::2]:
+        layer.weight.data.sign_()  # a pair of products reaches 2 · 127 · 127, or 2 · 255 · 127
+    assert_kernels(nn.Sequential(*(each for layer in layers for each in (layer, nn.ReLU()))), target, 2, 3, 12, 11, moves=False)
+    if all_sums and (instructions == "avx2" or "avx_vnni" not in _flags()):
+        assert [sums.arranged for sums in all_sums[1:]] == ways
+        assert all_sums[1].steps == 2 * 3 * 5  # of four products each: none is split
+        assert all_sums[2].steps < 1.5 * 3 * 3 * 4  # so many steps were split, where their own weights do not fit
+        assert all_sums[2].runs < 0.6 * all_sums[2].steps
 
 
 @pytest.mark.parametrize("target", TARGETS)
