@@ -29,9 +29,9 @@ class Options:
 
     Of tracing and preparing: `trace`, `prepare`, `check`, `convert`, `quantize` and the searches.
 
-    dynamic_shapes   the sizes of inputs that vary. None: the batch, dimension 0; "open": each that can without a loss, `explain` says
-                     what fixes the others; {} or False: every size is the example's; True: each that can, with warnings; otherwise as
-                     `torch.export` takes it: ({0: Dim("batch"), 2: Dim("height", max=512)},) or {"x": {1: Dim("batch")}}
+    dynamic_shapes   the sizes of inputs that vary. None: the batch, dimension 0; True: each that can without a loss, and `explain` says
+                     what fixes the others; {} or False: every size is the example's; otherwise as `torch.export` takes it:
+                     ({0: Dim("batch"), 2: Dim("height", max=512)},) or {"x": {1: Dim("batch")}}
     leaf             modules that are not traced into, besides PyTorch's layers, and run as Python, in float: a class, a module's path, a
                      list of these, or a function of a module and its path that decides for every module. For functions see `fxq.wrap`
     preserve         attributes, methods and modules ("head.strides", "head.decode") that the prepared and the integer model must have

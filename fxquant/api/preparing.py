@@ -18,7 +18,7 @@ from fxquant.analysis.explain import Findings, broken_limits, findings, summary
 from fxquant.analysis.layers import layers, left_in_float
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import FloatModel, attach_call_hooks, moved_by_forward, note_fixed, random_by_forward, trace, untrained_here
-from fxquant.frontend.inputs import OPEN, input_check, sizes_that_differ
+from fxquant.frontend.inputs import input_check, sizes_that_differ
 from fxquant.ir.carried import SETTINGS, refuse_changes
 from fxquant.ir.graph import (
     TensorFact,
@@ -174,7 +174,7 @@ def _with_open_sizes(
     Sizes that the user asked for vary in any case.
     """
     prepared = prepare(traced)
-    worse = _worse_where_sizes_vary(prepared) if options.dynamic_shapes == OPEN else {}
+    worse = _worse_where_sizes_vary(prepared) if options.dynamic_shapes is True else {}
     if worse:
         fixed = prepare(at_one_size())
         still = {layer.name for layer in left_in_float(layers(fixed))}

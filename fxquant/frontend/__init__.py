@@ -24,7 +24,7 @@ from fxquant.errors import FxQuantError, TraceError
 from fxquant.frontend.entry import LOST_GRADIENTS, float_model, is_traced, lost_gradients, note_batch_limits
 from fxquant.frontend.environment import with_backward_hooks
 from fxquant.frontend.handler import Handler, default_leaf, leaf_rule
-from fxquant.frontend.inputs import OPEN, ExampleInputs, InputCheck, VaryingSize, bind_inputs, note_sizes
+from fxquant.frontend.inputs import ExampleInputs, InputCheck, VaryingSize, bind_inputs, note_sizes
 from fxquant.frontend.onnx_files import FloatModel
 from fxquant.frontend.onnx_files import example_inputs as inputs_of_file
 from fxquant.frontend.opaque import wrap
@@ -87,7 +87,7 @@ def trace(model: FloatModel, example_inputs: Any = None, *, options: Options = D
             inputs = inputs.with_fixed(unasked, error)  # as where a branch of forward is for small images alone
             traced, recording = finish(inputs, trace_at(inputs, qconfigs=qconfigs))
         note_state(traced, state, recording, lost_parameters(traced, inputs, state))
-        for size in inputs.sizes.fixed if options.dynamic_shapes != OPEN else ():
+        for size in inputs.sizes.fixed if options.dynamic_shapes is not True else ():
             logger.warning("%s", size.sentence)
     return traced
 

@@ -215,7 +215,6 @@ def _names(form: Form) -> Iterator[str]:
 _HINT = type(Dim.AUTO)
 _FORMS = "a tuple by argument, or a dict by name: options=fxq.Options(dynamic_shapes=({0: 'batch', 2: torch.export.Dim('height')},))"
 BATCH = "batch"
-OPEN = "open"  # what `dynamic_shapes` is where every size varies that the model leaves open
 # The largest size, where none is declared: sums along it are proved to fit up to there.
 TIMES_THE_EXAMPLE, LEAST_LARGEST = 4, 512
 
@@ -291,16 +290,14 @@ class Sizes:
 def sizes_that_vary(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Sizes:
     """Return which sizes of the flattened arguments vary.
 
-    With `dynamic_shapes=None` it is the batch alone: dimension 0 of every tensor whose size there is that of the first tensor. With OPEN
+    With `dynamic_shapes=None` it is the batch alone: dimension 0 of every tensor whose size there is that of the first tensor. With True
     it is each that can vary besides. Otherwise it is each dimension that `dynamic_shapes` marks by a Dim, a name, Dim.AUTO or Dim.DYNAMIC;
     other dimensions are fixed.
 
     Raises ConfigurationError for `dynamic_shapes` of another form.
     """
     leaves = pytree.tree_leaves((list(args), dict(kwargs)))
-    if dynamic_shapes is None or isinstance(dynamic_shapes, str):
-        if dynamic_shapes not in (None, OPEN):
-            _refuse(f"it is {dynamic_shapes!r}, and the only word is {OPEN!r}")
+    if dynamic_shapes is None or dynamic_shapes is True:
         first = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
         marks = [_every_size(leaf, first) for leaf in leaves]
         return _sizes(leaves, marks if dynamic_shapes else [[mark for mark in each if mark[1] is BATCH] for each in marks])
@@ -309,8 +306,6 @@ def sizes_that_vary(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     if isinstance(dynamic_shapes, torch.export.ShapesCollection | torch.export.AdditionalInputs):
         dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, dict(kwargs))  # type: ignore[no-untyped-call]
     named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    if dynamic_shapes is True:  # every size
-        return _sizes(leaves, list(map(_every_size, leaves)))
     if isinstance(dynamic_shapes, tuple | list) and len(dynamic_shapes) == len(named):
         dynamic_shapes = dict(zip(named, dynamic_shapes, strict=True))
     if not isinstance(dynamic_shapes, Mapping):
@@ -322,7 +317,7 @@ def sizes_that_vary(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     return _sizes(leaves, [marks for name, value in named.items() for marks in _marks(name, value, dynamic_shapes.get(name))])
 
 
-def _every_size(leaf: Any, batch: int | None = None) -> list[tuple[int, Any]]:
+def _every_size(leaf: Any, batch: int | None) -> list[tuple[int, Any]]:
     """Return the entries of `dynamic_shapes` that let each size of an argument vary that can; of one that is the batch, its name."""
     sizes = leaf.shape if isinstance(leaf, Tensor) else ()
     return [(dim, BATCH if dim == 0 and size == batch else Dim.AUTO) for dim, size in enumerate(sizes) if size or dim == 0]

@@ -164,7 +164,7 @@ def test_a_model_of_one_size_has_the_bits_of_that_of_many(name: str, tmp_path: P
 
 
 # ---- what varies where a model leaves it open -------------------------------------------------------------------------
-ALL_OPEN = fxq.Options(dynamic_shapes="open")
+ALL_OPEN = fxq.Options(dynamic_shapes=True)
 OPEN: dict[str, tuple[str, list[tuple[int, ...]], int]] = {
     "ResNet": ("3,16≤512,16≤512", [(1, 3, 20, 36)], 6),
     "U-Net": ("3,16≤512,16≤512", [(3, 3, 24, 32)], 9),
