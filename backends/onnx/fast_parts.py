@@ -19,7 +19,7 @@ from fxquant.ops.core.form import WHOLE_OPSET, Call
 from fxquant.ops.elementwise.table import exact
 from fxquant.primitives import PRIMITIVES, Role, elementwise, role_of
 from fxquant.primitives.elementwise import lookup
-from fxquant.primitives.quantization import NEIGHBOURS, requantize_fixed, requantize_real, steps_of_half_step
+from fxquant.primitives.quantization import NEIGHBOURS, requantize_fixed, requantize_real, steps_of
 
 ZERO_POINT = 128  # of tensors that other styles store as int8
 OPSET = 19  # in older opsets ONNX's own evaluator has no DequantizeLinear of uint8
@@ -108,7 +108,7 @@ def placed(multiplier: tuple[int, ...], right_shift: tuple[int, ...], limit: int
     """
     factor, shift = torch.tensor(multiplier, device="cpu"), torch.tensor(right_shift, device="cpu")
     none, open_ = torch.zeros_like(factor), factor > 0
-    steps = steps_of_half_step(none, factor, shift, none, low, high)
+    steps = steps_of(none, factor, shift, none, low, high)
     if bool((steps[open_].abs() >= limit).any()):
         return None
     results, width = torch.arange(low + 1, high + 1, device="cpu"), power_of_two(shift) / factor.double()

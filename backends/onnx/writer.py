@@ -280,9 +280,6 @@ def _fits(node: onnx.NodeProto, stored: onnx.TensorProto) -> bool:
 _WIDE = (Role.ALIGNMENT, Role.ADDITION, Role.MULTIPLICATION, Role.CONVOLUTION)  # whose ONNX forms have the emitter's dtype of wide sums
 
 
-_REQUANTIZES = (requantize_real, requantize_fixed)
-
-
 def _may_be_wide(node: fx.Node) -> bool:
     """Return whether a sum or product is formed beyond 24 bits, or adds two that may be."""
     record = PRIMITIVES[node.target]  # type: ignore[index]
@@ -327,7 +324,7 @@ class Writer:
         def is_mixed(node: fx.Node) -> bool:
             adds = role_of(node.target) is Role.ADDITION
             apart = adds and any(operand.op != "get_attr" and operand not in chosen for operand in node.all_input_nodes)
-            return apart or any(user.target not in _REQUANTIZES and user not in chosen for user in node.users)
+            return apart or any(user.target not in (requantize_real, requantize_fixed) and user not in chosen for user in node.users)
 
         while mixed := set(filter(is_mixed, chosen)):
             chosen -= mixed

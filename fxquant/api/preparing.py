@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,19 +18,9 @@ from fxquant.analysis.layers import layers, left_in_float
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import FloatModel, attach_call_hooks, moved_by_forward, note_fixed, random_by_forward, trace, untrained_here
 from fxquant.frontend.inputs import input_check, sizes_that_differ
+from fxquant.ir import graph as facts
 from fxquant.ir.carried import SETTINGS, refuse_changes
-from fxquant.ir.graph import (
-    TensorFact,
-    copy_parameters,
-    fact,
-    module_path,
-    noise,
-    refusal,
-    sizes_of_input,
-    source,
-    stage_of,
-    varies_beyond_batch,
-)
+from fxquant.ir.graph import TensorFact, copy_parameters, fact, module_path, noise, sizes_of_input, source, stage_of
 from fxquant.ir.integer import set_channel_exponents
 from fxquant.ir.model import CALLS, RUNNER, Model, autocast_off, collection_paused, dress_carried
 from fxquant.kernels.runner import Runner
@@ -100,12 +89,7 @@ def prepare(
     traced = trace(model, example_inputs, options=options)
     with collection_paused(), autocast_off(), torch.inference_mode(False):  # the result can be trained, in whatever mode it was created
         context = Context(chosen, mapping, options, dial.debug)
-        prepared = _with_open_sizes(
-            traced,
-            partial(_batch_alone, model, example_inputs, options),
-            lambda graph: _prepare(graph, context, pipeline, until, dial),
-            options,
-        )
+        prepared = _with_open_sizes(traced, model, example_inputs, options, lambda graph: _prepare(graph, context, pipeline, until, dial))
         if observations is not None:
             _restore(prepared, observations)
         return prepared
@@ -167,27 +151,22 @@ def _prepare(traced: fx.GraphModule, context: Context, passes: Sequence[Pass], u
 
 
 def _with_open_sizes(
-    traced: fx.GraphModule, at_one_size: Callable[[], fx.GraphModule], prepare: Callable[[fx.GraphModule], fx.GraphModule], options: Options
+    traced: fx.GraphModule, model: FloatModel, example_inputs: Any, options: Options, prepare: Callable[[fx.GraphModule], fx.GraphModule]
 ) -> fx.GraphModule:
-    """Return what `prepare` makes of a graph, or of the graph `at_one_size`, the example's, where an operator is better there.
+    """Return what `prepare` makes of a model's graph, or of one in which the batch alone varies, where an operator is better there.
 
     Sizes that the user asked for vary in any case.
     """
     prepared = prepare(traced)
     worse = _worse_where_sizes_vary(prepared) if options.dynamic_shapes is True else {}
     if worse:
-        fixed = prepare(at_one_size())
+        fixed = prepare(trace(model, example_inputs, options=replace(options, dynamic_shapes=None)))
         still = {layer.name for layer in left_in_float(layers(fixed))}
         why = next((why for name, why in worse.items() if name not in still), None)
         if why is not None:
             note_fixed(fixed, traced, why)
             return fixed
     return prepared
-
-
-def _batch_alone(model: FloatModel, example_inputs: Any, options: Options) -> fx.GraphModule:
-    """Return the graph of a model in which no size varies but the batch."""
-    return trace(model, example_inputs, options=replace(options, dynamic_shapes=None))
 
 
 def _worse_where_sizes_vary(prepared: fx.GraphModule) -> dict[str, str]:
@@ -198,11 +177,11 @@ def _worse_where_sizes_vary(prepared: fx.GraphModule) -> dict[str, str]:
     worse = {}
     for layer in layers(prepared):
         node = nodes[layer.name]
-        if not any(varies_beyond_batch(fact(each)) for each in (node, *node.all_input_nodes)):
+        if not any(facts.varies_beyond_batch(fact(each)) for each in (node, *node.all_input_nodes)):
             continue
         operator = operator_of(node)
         refused = operator is not None and operator.refuses(node, operator.arguments(node)) is not None
-        if (refused or refusal(node) is not None) and left_in_float((layer,)):
+        if (refused or facts.refusal(node) is not None) and left_in_float((layer,)):
             worse[layer.name] = f"{layer.operator} would stay in float, since {layer.reason} ({layer.source})"
         elif layer.operator == "mean" and target.arithmetic.rescales_by_layers:
             worse[layer.name] = f"{layer.operator} is a layer of its size on {target.name} ({layer.source})"
@@ -282,12 +261,8 @@ def check(
     with collection_paused(), autocast_off():
         # Fusion comes first: a target's limits are about the operators it runs.
         context = Context(chosen, mapping, options)
-        annotated = _with_open_sizes(
-            traced,
-            partial(_batch_alone, model, example_inputs, options),
-            lambda graph: _prepare(graph, context, PREPARE, "boundary.insert", Dial(0, None)),
-            options,
-        )
+        pipeline = PREPARE, "boundary.insert", Dial(0, None)
+        annotated = _with_open_sizes(traced, model, example_inputs, options, lambda graph: _prepare(graph, context, *pipeline))
     return findings(annotated, chosen)
 
 

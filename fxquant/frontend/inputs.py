@@ -325,23 +325,16 @@ def _every_size(leaf: Any, batch: int | None) -> list[tuple[int, Any]]:
 
 def sizes_that_differ(examples: Sequence[Any]) -> Any:
     """Return `dynamic_shapes` for the first of several example inputs, from the dimensions besides 0 that differ; None if none does."""
-    sizes: dict[tuple[int, int], int] = {}  # of each tensor and dimension: the largest size
-    tensors, *every = ([leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)] for example in examples)
-    for others in every:
-        if [other.dim() for other in others] != [tensor.dim() for tensor in tensors] or any(other.is_nested for other in others):
-            return None  # the error of the batch says so
-        for at, (tensor, other) in enumerate(zip(tensors, others, strict=True)):
-            for dim, (size, another) in enumerate(zip(tensor.shape, other.shape, strict=True)):
-                if dim and size != another:
-                    sizes[at, dim] = max(sizes.get((at, dim), size), another)
-    if not sizes:
-        return None
-    shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
-    for at, tensor in enumerate(tensors):
-        batch = {0: BATCH} if tensor.dim() and all(each[at].shape[:1] == each[0].shape[:1] for each in (tensors, *every)) else {}
-        rest = {dim: Dim.AUTO(max=max(most, _largest(tensor.shape[dim]))) for (place, dim), most in sizes.items() if place == at}
-        shapes[tensor] = {**batch, **rest}
-    return shapes
+    every = [[leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)] for example in examples]
+    if len({tuple(tensor.dim() for tensor in tensors) for tensors in every}) > 1 or any(each.is_nested for each in itertools.chain(*every)):
+        return None  # the error of the batch says so
+    shapes, differ = torch.export.ShapesCollection(), False  # type: ignore[no-untyped-call]
+    for at, tensor in enumerate(every[0]):
+        batch = {0: BATCH} if tensor.dim() and all(tensors[at].shape[:1] == tensors[0].shape[:1] for tensors in every) else {}
+        sizes = enumerate(zip(*(tensors[at].shape for tensors in every), strict=True))
+        rest = {dim: Dim.AUTO(max=max(*seen, _largest(seen[0]))) for dim, seen in sizes if dim and len(set(seen)) > 1}
+        shapes[tensor], differ = {**batch, **rest}, differ or bool(rest)
+    return shapes if differ else None
 
 
 def _largest(size: int) -> int:

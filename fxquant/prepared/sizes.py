@@ -13,19 +13,7 @@ from torch.fx.node import map_aggregate
 from fxquant.errors import ExportError
 from fxquant.ir import graph as facts
 from fxquant.ir import loops
-from fxquant.ir.graph import (
-    SIZES,
-    BatchDim,
-    TensorFact,
-    at_point,
-    attach,
-    example_of_input,
-    fact,
-    inherit,
-    resolve,
-    set_fact,
-    sizes_of_input,
-)
+from fxquant.ir.graph import SIZES, BatchDim, TensorFact, at_point, attach, fact, inherit, resolve, set_fact, sizes_of_input
 from fxquant.ir.integer import Operation, Reference, notes, operation, origin, qparams, set_operation, set_qparams
 from fxquant.ir.model import free_name, replace_graph
 from fxquant.ops.indexing.index import getitem
@@ -48,7 +36,7 @@ def at_example_sizes(model: fx.GraphModule) -> fx.GraphModule:
     if not any(map(sizes_of_input, inputs)):
         return model
     logger.info("written for the example's sizes; fxq.at_sizes(model, example) gives a model of others")
-    return with_fixed_sizes(model, list(map(example_of_input, inputs)), copy.copy)
+    return with_fixed_sizes(model, list(map(facts.example_of_input, inputs)), copy.copy)
 
 
 def with_fixed_sizes(

@@ -121,26 +121,16 @@ NEIGHBOURS = (0, 1, -1, 2, -2, 3, -3)  # float32 numbers from the nearest one, i
 QUOTIENT_LIMIT = 2**30  # reference implementations round larger quotients wrongly
 
 
-def steps_of_fixed(multiplier: Tensor, right_shift: Tensor, low: int, high: int) -> Tensor:
-    """Return the least integers c with ⌊c · multiplier / 2^right_shift + ½⌋ ≥ k, for k from low + 1 to high.
+def steps_of(shift: Tensor, multiplier: Tensor, right_shift: Tensor, half: Tensor, low: int, high: int, up: bool = False) -> Tensor:
+    """Return the least integers a with ⌊⌊(a + half) / 2^shift⌋ · multiplier / 2^right_shift⌋ ≥ k, for k from low + 1 to high.
 
-    The result is int64 of shape (channels, results). `multiplier` has fewer than 24 bits, and `right_shift` is 1 to 31. Where the
-    multiplier is 0, an integer above 2^24 means that none reaches k, and one below -2^24 that all do.
+    With `up`, half a result is added before it is rounded down. The result is int64 of shape (channels, results). `multiplier` has fewer
+    than 24 bits. Where it is 0, an integer above 2^24 means that none reaches k, and one below -2^24 that all do.
     """
-    odd = 2 * torch.arange(low + 1, high + 1, device="cpu") - 1
-    whole = multiplier.flatten().to(torch.int64)[:, None]
-    product = odd << (right_shift.flatten().to(torch.int64)[:, None] - 1)  # (k - ½) · 2^right_shift
-    return torch.where(whole == 0, odd.sign() * 2 * FLOAT32_EXACT, -torch.div(-product, whole.clamp_min(1), rounding_mode="floor"))
-
-
-def steps_of_half_step(shift: Tensor, multiplier: Tensor, right_shift: Tensor, half: Tensor, low: int, high: int) -> Tensor:
-    """Return the least integers a with ⌊⌊(a + half) / 2^shift⌋ · multiplier / 2^right_shift⌋ ≥ k, in the form of `steps_of_fixed`."""
-    results = torch.arange(low + 1, high + 1, device="cpu")
-    whole, first = multiplier.flatten().to(torch.int64)[:, None], shift.flatten().to(torch.int64)[:, None]
-    product = results << right_shift.flatten().to(torch.int64)[:, None]
-    floored = -torch.div(-product, whole.clamp_min(1), rounding_mode="floor")
-    beyond = torch.where(results > 0, 2 * FLOAT32_EXACT, -2 * FLOAT32_EXACT)
-    return torch.where(whole == 0, beyond, (floored << first) - half.flatten().to(torch.int64)[:, None])
+    doubled = 2 * torch.arange(low + 1, high + 1, device="cpu") - int(up)
+    whole, first, last = (tensor.flatten().to(torch.int64)[:, None] for tensor in (multiplier, shift, right_shift))
+    floored = -torch.div(-(doubled << last), 2 * whole.clamp_min(1), rounding_mode="floor")
+    return torch.where(whole == 0, doubled.sign() * 2 * FLOAT32_EXACT, (floored << first) - half.flatten().to(torch.int64)[:, None])
 
 
 class Rounded(NamedTuple):
@@ -233,23 +223,14 @@ def half_step(shift: Tensor, multiplier: Tensor, right_shift: Tensor, rounding: 
     return torch.where(multiplier > 0, step.clamp_max(2.0**31), 0.0).floor()  # exact: the quotient of a number below 2^21
 
 
-def _as_float(e: Emitter, value: str) -> str:
-    return value if e.dtype(value).is_floating_point else e.node("Cast", value, to=torch.float32)
-
-
 def _rounded_fixed(multiplier: Tensor, right_shift: Tensor, limit: int, low: int, high: int, lowered: bool) -> Rounded | None:
     """Return the multiplication and last shift of *fixed* as one rounded float operation; None if it is not proved equal."""
     whole, none = multiplier != 0, torch.zeros_like(multiplier)
-    if lowered:
-        steps = steps_of_half_step(none, multiplier, right_shift, none, low, high)
-    else:
-        steps = steps_of_fixed(multiplier, right_shift, low, high)
+    steps = steps_of(none, multiplier, right_shift, none, low, high, up=not lowered)
     nonzero = steps[whole.flatten()]
     if nonzero.numel() and not -limit < int(nonzero.min()) <= int(nonzero.max()) < limit:
         return None  # where the intermediate saturates
     size = torch.where(whole, power_of_two(right_shift) / multiplier.double(), 2.0 * FLOAT32_EXACT)
-    if lowered and float(size.max()) > limit:
-        return None
     return rounded(steps, size, low, high)
 
 
@@ -262,25 +243,24 @@ def _rounded_half_step(
     if bool(((multiplier != 0) & ((step * (limit - 1) < high) | (step * limit < -low))).any()):
         return None  # where the intermediate saturates
     size = torch.where(multiplier != 0, power_of_two(shift + right_shift) / multiplier.double(), 2.0 * FLOAT32_EXACT)
-    steps = steps_of_half_step(shift, multiplier, right_shift, half, low, high)
+    steps = steps_of(shift, multiplier, right_shift, half, low, high)
     return rounded(steps, size, low, high)
 
 
 def _onnx_rounded_fixed(e: Emitter, value: str, shift: Tensor | None, how: Rounded, low: int, high: int, dtype: torch.dtype) -> str:
-    first = None if shift is None else _first_product(e, value, shift)
-    if first is None or first.operator == "Mul":
-        value = _as_float(e, value)
+    first, powers, attributes = ("", None, {}) if shift is None else _first_product(e, value, shift)
+    value = value if first == "DequantizeLinear" else as_float32(e, value)
     width = e.dtype(value)
-    by = [] if first is None else [e.constant(first.by, width if first.operator == "Mul" else torch.float32)]
+    by = [] if powers is None else [e.constant(powers, torch.float32)]
     # A product with a power of two is exact, so runtimes may fuse it, and the Relu after it, into the convolution.
     rectified = low == 0 and width != torch.int32
 
     def body(e: Emitter, x: str, *constants: str) -> str:
-        if first is not None:
+        if first:
             by, *constants = constants  # type: ignore[assignment]
-            x = e.node(first.operator, x, by, **first.attributes)
+            x = e.node(first, x, by, **attributes)
         x = e.node("Relu", x) if rectified else x
-        if first is not None:
+        if first:
             x = e.node("Floor", x)
         elif not rectified:  # Round changes no integer: it keeps runtimes from multiplying the factor into the weights
             x = e.node("Round", x)
@@ -290,24 +270,16 @@ def _onnx_rounded_fixed(e: Emitter, value: str, shift: Tensor | None, how: Round
     return e.call(name, body, value, *by, *how.constants(e))
 
 
-class _Product(NamedTuple):
-    """An operator that multiplies by a constant."""
-
-    operator: str
-    by: Tensor
-    attributes: dict[str, int]
-
-
-def _first_product(e: Emitter, value: str, shift: Tensor) -> _Product:
-    """Return the operator that multiplies an accumulator by 2^-shift.
+def _first_product(e: Emitter, value: str, shift: Tensor) -> tuple[str, Tensor, dict[str, int]]:
+    """Return the operator that multiplies an accumulator by 2^-shift, the powers of two, and the operator's attributes.
 
     For int32 it is DequantizeLinear, without a cast, where the channels are not the last dimension.
     """
     by = power_of_two(-shift)
     channels = [dim - by.dim() for dim, count in enumerate(by.shape) if count > 1]
     if e.dtype(value) != torch.int32 or e.opset < DEQUANTIZES or len(channels) > 1 or -1 in channels:
-        return _Product("Mul", by, {})
-    return _Product("DequantizeLinear", by.flatten() if channels else by.reshape(()), {"axis": channels[0]} if channels else {})
+        return "Mul", by, {}
+    return "DequantizeLinear", by.flatten() if channels else by.reshape(()), {"axis": channels[0]} if channels else {}
 
 
 def _onnx_requantize_fixed(e: Emitter, accumulator: str, shift: Tensor, multiplier: Tensor, right_shift: Tensor, *rest: Any) -> str:
@@ -372,7 +344,7 @@ def _onnx_fixed_int32(
     shift, multiplier, half, right_shift = constants
     limit, low, high, dtype = limits
     wide = e.dtype(value) == e.wide
-    value = value if wide else _as_float(e, value)
+    value = value if wide else as_float32(e, value)
 
     def body(e: Emitter, x: str, first: str, multiplier: str, half: str, second: str, *powers: str) -> str:
         x = onnx_shifted_down(e, x, first, powers[1]) if wide else e.node("Floor", e.node("Mul", x, first))

@@ -1,4 +1,4 @@
-"""A requantization written as one rounded division: equal to its definition for every integer there can be."""
+"""A requantization written as one rounded product: equal to its definition for every integer there can be."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,48 +42,34 @@ def numbers(shift: int, right_shift: int) -> tuple[Tensor, Tensor, Tensor]:
     return first, multiplier, last
 
 
-def by_quotient(whole: Tensor, how: Rounded, low: int, high: int) -> Tensor:
-    """Return the integers of QuantizeLinear and Clip."""
-    assert how.divides
-    value = whole.float() + (0.0 if how.add is None else how.add.reshape(-1, 1))
-    return (value / how.by.reshape(-1, 1)).round().clamp(low, high).to(torch.int8)
+def by_product(whole: Tensor, how: Rounded | None, low: int, high: int) -> Tensor:
+    """Return the integers of Mul, Round or Floor, and Clip."""
+    assert how is not None
+    product = (whole.float() + (0.0 if how.add is None else how.add.reshape(-1, 1))) * how.by.reshape(-1, 1)
+    return (product.round() if how.ties else product.floor()).clamp(low, high).to(torch.int8)
 
 
 @EXACT
 @given(mantissas, shifts, st.sampled_from([(-128, 127), (0, 127), (0, 96), (-20, 31)]))
-def test_the_rest_of_fixed_is_a_division_wherever_one_is_found(numbers: list[int], right_shift: int, limits: tuple[int, int]) -> None:
+def test_the_rest_of_fixed_is_a_product_wherever_one_is_found(numbers: list[int], right_shift: int, limits: tuple[int, int]) -> None:
     multiplier = torch.tensor(numbers, dtype=torch.int32)[:, None]
     size = 2.0**right_shift / multiplier.double()
-    steps = quantization.steps_of_fixed(multiplier, torch.full_like(multiplier, right_shift), *limits)
+    steps = quantization.steps_of(none := torch.zeros_like(multiplier), multiplier, none + right_shift, none, *limits, up=True)
     how = quantization.rounded(steps, size[:, :, None], *limits)
     if bool((size * (max(limits[1], -limits[0]) + 0.5) < 2**15).all()):  # as the first shift has it, and nothing saturates before
-        assert how is not None
-        assert bool((distance(how, steps, *limits) > 0).all())
         wanted = by_definition(SIXTEEN_BITS, 0, multiplier, right_shift, "half_up", *limits)
-        assert torch.equal(by_quotient(SIXTEEN_BITS, how, *limits), wanted)
+        assert torch.equal(by_product(SIXTEEN_BITS, how, *limits), wanted)
 
 
-def distance(how: Rounded, steps: Tensor, low: int, high: int) -> Tensor:
-    """Return how near an integer comes to a tie, as a part of a result, for each channel."""
-    ties = (torch.arange(low + 1, high + 1) - 0.5) * how.by.double().reshape(-1, 1)
-    ties = ties - (0.0 if how.add is None else how.add.double().reshape(-1, 1))
-    return torch.minimum(steps - ties, ties - (steps - 1)).amin(1) / how.by.double().flatten()
-
-
-def test_ties_are_moved_into_the_middle_between_two_integers() -> None:
+def test_ties_round_up_by_a_factor_next_to_theirs() -> None:
     multiplier, right_shift = torch.full((1, 1, 1), 2**14, dtype=torch.int32), torch.full((1, 1, 1), 15, dtype=torch.int32)
-    size = torch.full((1, 1, 1), 2.0, dtype=torch.float64)  # 1/2 rounds up to 1, and -1/2 up to 0
     for low in (-128, 0):
-        down = _rounded_fixed(multiplier, right_shift + 1, 2**15, low, 127, lowered=True)
-        assert (down.by, down.add) == (4.0, -1.5)  # a rectified 0 becomes -3/8, not -1/2
-        steps = quantization.steps_of_fixed(multiplier, right_shift, low, 127)
-        how = quantization.rounded(steps, size, low, 127)
-        assert distance(how, steps, low, 127) == 0.25
-        wanted = by_definition(SIXTEEN_BITS, 0, multiplier.reshape(1, 1), 15, "half_up", low, 127)
-        assert torch.equal(by_quotient(SIXTEEN_BITS, how, low, 127), wanted)
+        assert _rounded_fixed(multiplier, right_shift + 1, 2**15, low, 127, lowered=True) == (0.25, 0.0, None)
+        how = _rounded_fixed(multiplier, right_shift, 2**15, low, 127, lowered=False)  # 1/2 rounds up to 1, and -1/2 up to 0
+        assert torch.equal(by_product(SIXTEEN_BITS, how, low, 127), by_definition(SIXTEEN_BITS, 0, multiplier[0], 15, "half_up", low, 127))
 
 
-def test_steps_that_lie_on_no_line_are_no_division() -> None:
+def test_steps_that_lie_on_no_line_are_no_product() -> None:
     steps = torch.arange(-127, 128)[None] * 10 - 5
     size = torch.full((1, 1, 1), 10.0, dtype=torch.float64)
     assert quantization.rounded(steps, size, -128, 127) is not None
@@ -94,15 +80,15 @@ def test_steps_that_lie_on_no_line_are_no_division() -> None:
 def test_a_channel_whose_multiplier_is_zero_gives_zero() -> None:
     multiplier, right_shift = torch.tensor([[0], [20001]], dtype=torch.int32), torch.full((2, 1), 24, dtype=torch.int32)
     size = torch.tensor([[[2.0**25]], [[2.0**24 / 20001]]], dtype=torch.float64)
-    how = quantization.rounded(quantization.steps_of_fixed(multiplier, right_shift, -128, 127), size, -128, 127)
-    assert how is not None
-    assert torch.equal(by_quotient(SIXTEEN_BITS, how, -128, 127), by_definition(SIXTEEN_BITS, 0, multiplier, 24, "half_up", -128, 127))
+    steps = quantization.steps_of(0 * multiplier, multiplier, right_shift, 0 * multiplier, -128, 127, up=True)
+    how = quantization.rounded(steps, size, -128, 127)
+    assert torch.equal(by_product(SIXTEEN_BITS, how, -128, 127), by_definition(SIXTEEN_BITS, 0, multiplier, 24, "half_up", -128, 127))
 
 
 @pytest.mark.parametrize("total", range(0, 17))
 @pytest.mark.parametrize("limits", [(-128, 127), (0, 127)])
 @pytest.mark.parametrize("rounding", HALF_STEPS)
-def test_half_steps_of_powers_of_two_are_one_division(total: int, limits: tuple[int, int], rounding: str) -> None:
+def test_half_steps_of_powers_of_two_are_one_product(total: int, limits: tuple[int, int], rounding: str) -> None:
     shift, right_shift = max(0, total - 8), 14 + min(total, 8)
     constants = numbers(shift, right_shift)
     how = _rounded_half_step(*constants, 2**15, *limits, rounding)
@@ -110,11 +96,10 @@ def test_half_steps_of_powers_of_two_are_one_division(total: int, limits: tuple[
         assert int(quantization.half_step(*constants, rounding)) == 1
         return
     half = quantization.half_step(*constants, rounding)
-    near = torch.cat([torch.arange(-3, 4) + step for step in quantization.steps_of_half_step(*constants, half, *limits)[0].tolist()])
+    near = torch.cat([torch.arange(-3, 4) + step for step in quantization.steps_of(*constants, half, *limits)[0].tolist()])
     whole = torch.cat([near, torch.tensor([-(2**23), 2**23 - 1]), torch.arange(-3000, 3000)]).unique()
     whole = whole[(whole.abs() <= 2**23) & (total > 0 or whole.abs() < 2**15)]
-    assert how is not None
-    assert torch.equal(by_quotient(whole, how, *limits), by_definition(whole, shift, constants[1], right_shift, rounding, *limits))
+    assert torch.equal(by_product(whole, how, *limits), by_definition(whole, shift, constants[1], right_shift, rounding, *limits))
 
 
 def test_steps_beyond_23_bits_leave_no_room_for_a_half() -> None:
@@ -125,30 +110,27 @@ def test_steps_beyond_23_bits_leave_no_room_for_a_half() -> None:
 
 @EXACT
 @given(mantissas, st.sampled_from([14, 18, 21, 22, 22, 22, 23]), st.sampled_from([(-128, 127), (0, 127), (0, 96), (-20, 31)]))
-def test_what_is_rounded_down_is_a_division_wherever_one_is_found(numbers: list[int], right_shift: int, limits: tuple[int, int]) -> None:
+def test_what_is_rounded_down_is_a_product_wherever_one_is_found(numbers: list[int], right_shift: int, limits: tuple[int, int]) -> None:
     multiplier = torch.tensor(numbers, dtype=torch.int32)[:, None, None]
     shift = torch.full_like(multiplier, right_shift)
     how = _rounded_fixed(multiplier, shift, 2**15, *limits, lowered=True)
-    reached = quantization.steps_of_half_step(torch.zeros_like(shift), multiplier, shift, torch.zeros_like(shift), *limits)
-    if right_shift in (21, 22) and bool((reached.abs() < 2**15).all()):
-        assert how is not None
-    if how is not None:
-        assert bool((distance(how, reached, *limits) > 0).all())
+    reached = quantization.steps_of(torch.zeros_like(shift), multiplier, shift, torch.zeros_like(shift), *limits)
+    if bool((reached.abs() < 2**15).all()):
         wanted = by_definition(SIXTEEN_BITS, 0, multiplier[:, 0], right_shift, "floor", *limits)
-        assert torch.equal(by_quotient(SIXTEEN_BITS, how, *limits), wanted)
+        assert torch.equal(by_product(SIXTEEN_BITS, how, *limits), wanted)
         if limits[0] == 0:  # files have a Relu before, and no lower limit after
             rectified = SIXTEEN_BITS.clamp_min(0)
-            assert torch.equal(by_quotient(rectified, how, -128, limits[1]), wanted)
+            assert torch.equal(by_product(rectified, how, -128, limits[1]), wanted)
 
 
-def test_what_saturates_before_its_last_shift_is_no_division() -> None:
+def test_what_saturates_before_its_last_shift_is_no_product() -> None:
     for multiplier, result in ((32639, True), (32513, True), (32512, False)):  # 32767 · M / 2^23 reaches 127 from 32513 on
         constants = torch.full((1, 1, 1), multiplier, dtype=torch.int32), torch.full((1, 1, 1), 23, dtype=torch.int32)
         how = _rounded_fixed(*constants, 2**15, 0, 127, lowered=True)
         assert (how is not None) == result
         if how is not None:
             wanted = by_definition(SIXTEEN_BITS, 0, constants[0][:, 0], 23, "floor", 0, 127)
-            assert torch.equal(by_quotient(SIXTEEN_BITS, how, 0, 127), wanted)
+            assert torch.equal(by_product(SIXTEEN_BITS, how, 0, 127), wanted)
 
 
 # ---- files --------------------------------------------------------------------------------------------------------------
