@@ -69,13 +69,6 @@ def test_a_reduction_over_everything_is_exported(name: str, tmp_path: Path) -> N
     assert result.verify(result.export(tmp_path / "m.onnx"), batches)
 
 
-def test_of_a_float_model(tmp_path: Path) -> None:
-    model, inputs = Beside(FUNCTIONS["cdist"]).eval(), (torch.randn(3, 4, 4), torch.randn(3, 4, 4))
-    path = fxq.export_onnx(model, tmp_path / "m.onnx", example_inputs=inputs)
-    recorded = next(iter(fxq.inspect.record(path, [inputs], "outputs")))["output 0"]
-    assert (recorded - model(*inputs)).abs().max() < 1e-5
-
-
 def test_what_is_called_instead_computes_the_same() -> None:
     torch.testing.assert_close(replacements.cumprod(torch.arange(1.0, 12), 0), torch.cumprod(torch.arange(1.0, 12), 0), rtol=1e-6, atol=0)
     one, other = torch.randn(2, 5, 4), torch.randn(3, 1, 6, 4).round()
@@ -87,12 +80,6 @@ def test_what_is_called_instead_computes_the_same() -> None:
 def between(function: Callable[[Tensor], Tensor], outputs: int = 4) -> nn.Module:
     torch.manual_seed(0)
     return Network(lambda s, x: s.b(function(s.a(x))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(outputs, 4, 1))
-
-
-def recurrent(kind: type[nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    layer = kind(8, 6, batch_first=True)
-    return Network(lambda s, x: s.b(s.r(s.a(x.flatten(2)))[0]), a=nn.Linear(64, 8), r=layer, b=nn.Linear(6, 4))
 
 
 @members(lambda: dict(
@@ -123,7 +110,6 @@ def Flow(self, x: Tensor) -> Tensor:
 FLOAT_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "joins": (lambda: between(lambda y: torch.hstack([torch.dstack([y, y])[:, :, 4:12], torch.vstack([y, -y]).chunk(2)[0]])[:, 2:6]), None),
     "a join of float tensors": (lambda: between(lambda y: torch.column_stack([y.asinh(), y])[:, 2:6]), None),
-    "rnn": (lambda: recurrent(nn.RNN), None),
     "embedding bag": (
         lambda: Network(lambda s, i: s.b(s.e(i)), e=nn.EmbeddingBag(10, 8, mode="sum"), b=nn.Linear(8, 4)),
         torch.randint(0, 10, (4, 6), generator=torch.Generator().manual_seed(0)),
@@ -257,13 +243,12 @@ IN_FLOAT: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("opset", [18, 21])
 @pytest.mark.parametrize("name", IN_FLOAT)
-def test_float_operators_of_transformers_are_exported_between_integer_layers(name: str, opset: int, tmp_path: Path) -> None:
+def test_float_operators_of_transformers_are_exported_between_integer_layers(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     batches = [torch.randn(3, 6, 12) for _ in range(3)]
     result = fxq.quantize(Between(IN_FLOAT[name]).eval(), batches, target="bernoulli2")
-    path = result.export(tmp_path / "model.onnx", opset=opset)
+    path = result.export(tmp_path / "model.onnx")
     for count in (1, 3):
         inputs = batches[0][:count]
         assert result.verify(path, [inputs])
@@ -303,13 +288,8 @@ def test_float_attention_opens_and_computes_what_pytorch_does(names: str, rank: 
         if rank == 4:
             heads = {name: value.view(-1, 6, 2, 4).transpose(1, 2) for name, value in heads.items()}
         query, key, value = (heads[name] for name in names)
-        masks = [
-            *MASKS.values(),
-            *(
-                {"attn_mask": computed_mask(x, dtype)[:, None] if rank == 4 else computed_mask(x, dtype)}
-                for dtype in (torch.bool, torch.float32)
-            ),
-        ]
+        computed = [computed_mask(x, dtype) for dtype in (torch.bool, torch.float32)]
+        masks = [*MASKS.values(), *({"attn_mask": mask[:, None] if rank == 4 else mask} for mask in computed)]
         return [F.scaled_dot_product_attention(query, key, value, **mask) for mask in masks]
 
     batches = [torch.randn(2, 6, 8) for _ in range(2)]

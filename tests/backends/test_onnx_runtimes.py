@@ -32,7 +32,6 @@ def test_a_file_has_equal_bits_in_another_runtime(name: str, network: str, targe
     on_grid = (built.batch / scale).round() * scale  # OpenVINO multiplies inputs by a reciprocal, which is off next to ties
     report = fxq.verify(built.integer, path, [on_grid], runtime=name)
     assert report, str(report)
-    assert report.pairs == [f"integer = {name}"]
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -332,8 +332,8 @@ def test_integers_as_floats_give_the_same_numbers(name: str) -> None:
 def assert_its_onnx_form_gives(wanted: Tensor, emitter: Emitter, result: str, feeds: dict[str, Tensor]) -> None:
     """Run what an emitter has collected in two runtimes; `result` may be wider than `wanted`."""
     inputs = [value_info(each, value.dtype, value.shape) for each, value in feeds.items()]
-    outputs = [value_info(result, emitter.types[result], wanted.shape)]
-    graph = helper.make_graph(emitter.nodes, "one", inputs, outputs, emitter.initializers)
+    output = value_info(result, emitter.types[result], wanted.shape)
+    graph = helper.make_graph(emitter.nodes, "one", inputs, [output], emitter.initializers)
     domains = [helper.make_opsetid("", 21), helper.make_opsetid("fxquant", 1)]
     model = helper.make_model(graph, opset_imports=domains, ir_version=10, functions=list((emitter.functions or {}).values()))
     onnx.checker.check_model(model)
@@ -360,14 +360,13 @@ def test_its_onnx_form_gives_the_same_numbers_in_two_runtimes(name: str) -> None
         assert_its_onnx_form_gives(wanted, emitter, result, feeds)
 
 
-@pytest.mark.parametrize("rounding", ["half_up", "floor"])
-@pytest.mark.parametrize("shift", [0, 8, 16])
+@pytest.mark.parametrize(("shift", "rounding"), itertools.product((0, 8, 16), ("half_up", "floor")))
 def test_a_portable_file_rounds_products_beyond_24_bits_without_float64(shift: int, rounding: str) -> None:
     """Every intermediate of 16 bits, of accumulators that are int32, or float32 where these hold them."""
     t = torch.arange(-(2**15), 2**15, dtype=torch.int32).unsqueeze(1)
     accumulator = (t << shift) + (2**shift - 1) * (t & 1)
-    shifts, multiplier, right_shift = torch.tensor([[shift] * 3, [18284, 32767, 1], [14, 17, 3]], dtype=torch.int32)
-    constants = shifts, multiplier, right_shift, 16, rounding, -(2**15), 2**15 - 1, torch.int16
+    parameters = torch.tensor([[shift] * 3, [18284, 32767, 1], [14, 17, 3]], dtype=torch.int32)
+    constants = *parameters, 16, rounding, -(2**15), 2**15 - 1, torch.int16
     for value in (accumulator, accumulator.float())[: 1 + (shift <= 8)]:
         emitter = Emitter(None, 21)
         emitter.portable, emitter.wide, emitter.types["x"] = True, torch.int32, value.dtype
