@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import onnx
@@ -47,8 +48,6 @@ class FloatRegions:
     def __init__(self, integer: fx.GraphModule, opset: int) -> None:
         self.integer, self.opset = integer, opset
         self.opsets: list[onnx.OperatorSetIdProto] = []
-        self.exported: dict[Any, onnx.ModelProto] = {}  # by the key of regions
-        self.tried = False  # whether exporting them together was tried
         self.sizes = sizes_for_primitives(integer.graph)  # not in regions: each is written by itself
         runs: list[list[fx.Node]] = [[]]
         home: dict[fx.Node, list[fx.Node]] = {}
@@ -78,19 +77,17 @@ class FloatRegions:
         for value in filter(is_pick, region.inputs):
             emit_pick(value, emitter, values)
         if region.key not in self.exported:
-            self._export_together()
-        if region.key not in self.exported:
             self.exported[region.key] = self._export(region)
         named = {output.name: fact(output) for output in region.outputs}
         self._append(self.exported[region.key], emitter, [values[i] for i in region.inputs], named, region.outputs[0])
         values.update((output, output.name) for output in region.outputs)
 
-    def _export_together(self) -> None:
-        """Fill `exported` with all regions' models by one call of the exporter; if that fails, leave it and do not try again."""
+    @cached_property
+    def exported(self) -> dict[Any, onnx.ModelProto]:
+        """Return all regions' models, by their keys, from one call of the exporter; nothing if that fails."""
         pending = {region.key: region for region in self.regions.values()}
-        if self.tried or len(pending) < 2 or self.opset < OLDEST_OPSET:  # in an old opset each model is compared by itself
-            return
-        self.tried = True
+        if len(pending) < 2 or self.opset < OLDEST_OPSET:  # in an old opset each model is compared by itself
+            return {}
         graph = fx.Graph()
         results = [self._copied(graph, region, f"part{index}_") for index, region in enumerate(pending.values())]
         graph.output(tuple(itertools.chain(*results)))
@@ -101,8 +98,8 @@ class FloatRegions:
                 program = self._program(self._part(graph), facts, sum(outputs for _, outputs in counts))
                 models = [self._at_opset(model) for model in split(program, counts)]
         except Exception:  # exporting them one by one reports the operator
-            return
-        self.exported.update(zip(pending, models, strict=True))
+            return {}
+        return dict(zip(pending, models, strict=True))
 
     def emit_function(
         self, node: fx.Node, function: Callable[..., Tensor], arguments: Mapping[str, Any], parameters: Mapping[str, Tensor], emitter: Any,

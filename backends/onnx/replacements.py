@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fxquant.ir.graph import BatchDim, TensorFact, fact, target_name, varies_beyond_batch
 from fxquant.ops.attention import attention
 from fxquant.ops.elementwise import activation, comparison
+from fxquant.ops.movement import pad as movement
 from fxquant.ops.pooling import totals
 from fxquant.ops.reduction import distance, progression
 
@@ -33,13 +34,6 @@ def attend(
     scores = scores.masked_fill(~attn_mask, -torch.inf) if boolean else scores + attn_mask
     hidden = ~attn_mask.any(-1, keepdim=True) if boolean else attn_mask.amax(-1, keepdim=True) == -torch.inf
     return (torch.softmax(scores, -1) @ value).masked_fill(hidden, 0.0)
-
-
-def torch_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **options: Any
-) -> Tensor:
-    """Compute the same with the arguments of `F.scaled_dot_product_attention`, whose fifth is the dropout."""
-    return attend(query, key, value, attn_mask, *rest, **options)
 
 
 def chunk(input: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
@@ -64,6 +58,13 @@ def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = Non
 def clamp(input: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
     """Compute `torch.clamp` with an integer beside a float, for which the exporter has no overload."""
     return torch.clamp(input, None if min is None else float(min), None if max is None else float(max))
+
+
+def pad(input: Tensor, widths: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """Compute `F.pad` with negative widths, which ONNX's evaluator does not take, by slices and a pad of the others."""
+    for dim, (before, after) in enumerate(zip(widths[::2], widths[1::2], strict=True), 1):
+        input = input.narrow(-dim, max(-before, 0), input.shape[-dim] + min(before, 0) + min(after, 0))
+    return F.pad(input, [max(width, 0) for width in widths], mode, value)
 
 
 def running(combined: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, int], Tensor]:
@@ -106,13 +107,19 @@ def replacement(node: fx.Node) -> Callable[..., Any] | None:
         return cdist
     if node.target in (torch.clamp, torch.clip, activation.clamp, "clamp", "clip"):
         return clamp if {int, float}.issubset(map(type, (*node.args[1:], *node.kwargs.values()))) else None
+    if node.target in (F.pad, movement.pad):
+        return pad if any(isinstance(width, int) and width < 0 for width in node.args[1]) else None  # type: ignore[union-attr]
     if node.target in RUNNING:
         input_fact, dim = _fact(node.args[0]), node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         sized = isinstance(input_fact, TensorFact) and isinstance(dim, int) and input_fact.shape and isinstance(input_fact.shape[dim], int)
         values = all(reader.target is operator.getitem and reader.args[1] == 0 for reader in node.users)
         return RUNNING[node.target] if sized and "dtype" not in node.kwargs and (values or RUNNING[node.target] is cumprod) else None
     if node.target is F.scaled_dot_product_attention:
-        return None if node.kwargs.get("dropout_p") else torch_attention
+        return (
+            None
+            if node.kwargs.get("dropout_p")
+            else lambda *operands, dropout_p=0.0, **named: attend(*operands[:4], *operands[5:], **named)
+        )
     if node.target is attention.scaled_dot_product_attention:
         return attend
     if node.target is torch.chunk or (node.op == "call_method" and node.target == "chunk"):

@@ -28,7 +28,7 @@ from fxquant.ir.integer import channel_exponents, qparams, zero_point
 from fxquant.numerics.grids import LARGEST_PAIR, PLAIN_TYPES, largest_pairs
 from fxquant.ops.core.form import PER_CHANNEL_OPSET
 from fxquant.primitives import PRIMITIVES, Primitive, Role, loop, role_of
-from fxquant.primitives.quantization import dequantize, quantize, requantize_fixed, requantize_real
+from fxquant.primitives.quantization import dequantize, quantize, requantize_real
 from fxquant.version import __version__
 
 # ---- The `Emitter` that collects ONNX nodes for the forms of primitives and operators --------------------------------
@@ -324,7 +324,7 @@ class Writer:
         def is_mixed(node: fx.Node) -> bool:
             adds = role_of(node.target) is Role.ADDITION
             apart = adds and any(operand.op != "get_attr" and operand not in chosen for operand in node.all_input_nodes)
-            return apart or any(user.target not in (requantize_real, requantize_fixed) and user not in chosen for user in node.users)
+            return apart or any(role_of(user.target) is not Role.REQUANTIZATION and user not in chosen for user in node.users)
 
         while mixed := set(filter(is_mixed, chosen)):
             chosen -= mixed

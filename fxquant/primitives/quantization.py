@@ -307,11 +307,11 @@ def onnx_general_fixed(
     placed = placed or e.constant
     width = torch.float64 if e.dtype(accumulator) == torch.float64 else torch.float32
     limit = 2 ** (intermediate_bits - 1)
-    half = torch.ones_like(right_shift) << (right_shift - 1).clamp_min(0) if rounding == "half_up" else torch.zeros_like(right_shift)
-    largest = int(limit * multiplier.long().abs().max() + half.long().max())
+    added = torch.ones_like(right_shift) << (right_shift - 1).clamp_min(0) if rounding == "half_up" else torch.zeros_like(right_shift)
+    largest = int(limit * multiplier.long().abs().max() + added.long().max())
     fits = largest < 2**31 and max(int(shift.max()), int(right_shift.max())) < 31
     if e.portable and fits and width == torch.float32 and rounding in ("half_up", "floor"):
-        return _onnx_fixed_int32(e, accumulator, (shift, multiplier, half, right_shift), (limit, low, high, dtype), placed)
+        return _onnx_fixed_int32(e, accumulator, (shift, multiplier, added, right_shift), (limit, low, high, dtype), placed)
     if width == torch.float32 and (intermediate_bits > 24 or rounding in HALF_STEPS or e.dtype(accumulator) == e.wide):
         width = torch.float64
     value = accumulator if e.dtype(accumulator) == width else e.node("Cast", accumulator, to=width)

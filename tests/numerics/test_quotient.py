@@ -36,9 +36,9 @@ def by_definition(whole: Tensor, shift: int, multiplier: Tensor, right_shift: in
     return quantization.requantize_fixed(whole.expand(multiplier.shape[0], -1), *constants, 16, rounding, low, high, torch.int8)
 
 
-def numbers(shift: int, right_shift: int) -> Any:
+def numbers(shift: int, right_shift: int) -> tuple[Tensor, Tensor, Tensor]:
     """Shift, multiplier and right shift of a product with a power of two."""
-    return tuple(torch.full((1, 1), value, dtype=torch.int32) for value in (shift, 2**14, right_shift))
+    return tuple(torch.full((1, 1), value, dtype=torch.int32) for value in (shift, 2**14, right_shift))  # type: ignore[return-value]
 
 
 def by_product(whole: Tensor, how: Rounded | None, low: int, high: int) -> Tensor:
