@@ -115,11 +115,8 @@ def replacement(node: fx.Node) -> Callable[..., Any] | None:
         values = all(reader.target is operator.getitem and reader.args[1] == 0 for reader in node.users)
         return RUNNING[node.target] if sized and "dtype" not in node.kwargs and (values or RUNNING[node.target] is cumprod) else None
     if node.target is F.scaled_dot_product_attention:
-        return (
-            None
-            if node.kwargs.get("dropout_p")
-            else lambda *operands, dropout_p=0.0, **named: attend(*operands[:4], *operands[5:], **named)
-        )
+        drops = node.kwargs.get("dropout_p")
+        return None if drops else lambda *operands, dropout_p=0.0, **named: attend(*operands[:4], *operands[5:], **named)
     if node.target is attention.scaled_dot_product_attention:
         return attend
     if node.target is torch.chunk or (node.op == "call_method" and node.target == "chunk"):
