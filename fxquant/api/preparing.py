@@ -400,7 +400,7 @@ def run_with_kernels(integer: fx.GraphModule) -> None:
 
 
 def fixed_with_kernels(model: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """Return a fused model at the sizes of `inputs`, with the same tensors and the kernels that take constants of these sizes."""
+    """Return a copy of a fused integer model in which the sizes of `inputs` are numbers; kernels are found again, tensors are shared."""
     fixed = with_fixed_sizes(model, inputs, copy.copy)
     find_kernels(fixed)
     return fixed

@@ -471,7 +471,7 @@ class ExampleInputs:
         return replace(self, sizes=replace(self.sizes, others=others))
 
     def with_fixed(self, sizes: Sequence[VaryingSize], error: FxQuantError) -> ExampleInputs:
-        """Return a copy in which these sizes do not vary, because of an error."""
+        """Return the example inputs with `sizes` fixed; the error's reason and line are the reason of each size."""
         why = error.because + f" ({error.at})" * bool(error.at)
         others = tuple(other for other in self.sizes.others if other not in sizes)
         fixed = (*self.sizes.fixed, *(replace(size, why=why) for size in sizes))

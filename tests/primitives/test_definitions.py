@@ -362,7 +362,7 @@ def test_its_onnx_form_gives_the_same_numbers_in_two_runtimes(name: str) -> None
 
 @pytest.mark.parametrize(("shift", "rounding"), itertools.product((0, 8, 16), ("half_up", "floor")))
 def test_a_portable_file_rounds_products_beyond_24_bits_without_float64(shift: int, rounding: str) -> None:
-    """Every intermediate of 16 bits, of accumulators that are int32, or float32 where these hold them."""
+    """Requantize all 65,536 intermediates of 16 bits, from int32 accumulators, and from float32 accumulators below 2^24."""
     t = torch.arange(-(2**15), 2**15, dtype=torch.int32).unsqueeze(1)
     accumulator = (t << shift) + (2**shift - 1) * (t & 1)
     parameters = torch.tensor([[shift] * 3, [18284, 32767, 1], [14, 17, 3]], dtype=torch.int32)
