@@ -300,7 +300,7 @@ def onnx_general_fixed(
     e: Emitter, accumulator: str, shift: Tensor, multiplier: Tensor, right_shift: Tensor, intermediate_bits: int, rounding: str, low: int,
     high: int, dtype: torch.dtype, placed: Placed | None = None,
 ) -> str:  # fmt: skip
-    """Emit `requantize_fixed`, one ONNX operator for each step of its formula; `placed` emits each tensor of constants, by default as it is.
+    """Emit `requantize_fixed`, one ONNX operator for each step of its formula; `placed` emits each constant tensor, by default as it is.
 
     Products below 2^31 are int32 in a portable file, and float64, which takes fewer operators, in another.
     """
