@@ -1,6 +1,6 @@
 """Digests of all that calibration and the searches choose, a line each: `diff` tells two checkouts apart. With torchrun, of several ranks.
 
-python -m benchmarks.choices [--networks ResNet ViT] [--targets bayes-e x86] [--calls calibrate observers tune] > before.txt
+python -m benchmarks.choices [--networks ResNet ViT] [--targets bayes-e x86] [--calls calibrate tune] > before.txt
 """
 
 import argparse
@@ -16,7 +16,7 @@ import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
 from tests.counts.networks import NETWORKS, built
 
-CALLS = ("calibrate", "observers", "tune")
+CALLS = ("calibrate", "tune")
 SAMPLES = (4, 16)  # batches, and samples of each
 
 
@@ -30,8 +30,6 @@ def chosen(network: str, target: str, call: str, rank: int, ranks: int) -> Itera
     model, batches = built(network)[0], torch.randn(*SAMPLES, *NETWORKS[network].item, generator=torch.Generator().manual_seed(1)).unbind()
     if call == "calibrate":
         prepared = fxq.calibrate(fxq.prepare(model, batches[0], target), batches[rank::ranks], show_progress=False)
-    elif call == "observers":
-        prepared = fxq.search.search_observers(model, batches, target, show_progress=False).prepared
     else:
         prepared = fxq.tune(model, batches, target, tolerance=0.0, steps=4, show_progress=False).prepared
     logger.removeHandler(handler)

@@ -14,12 +14,11 @@ from fxquant.reporting.estimate import Estimate, LayerEstimate
 from fxquant.reporting.inspection import GraphDifference
 from fxquant.reporting.statistics import LayerComparison
 from fxquant.search.bit_widths import MixedPrecision
-from fxquant.search.observer_search import ObserverSearch, ObserverTrial
 from fxquant.search.sensitivity import Sensitivity, TensorSensitivity
 from fxquant.search.tune import Tuned, TuneStep
 
 __all__ = [
     "Advice", "Comparison", "CompiledCost", "Conformance", "DeviationReport", "Estimate", "Finding", "Findings", "GraphDifference",
-    "Intermediate", "Layer", "LayerComparison", "LayerEstimate", "MixedPrecision", "ObserverSearch", "ObserverTrial", "ProbeResult",
+    "Intermediate", "Layer", "LayerComparison", "LayerEstimate", "MixedPrecision", "ProbeResult",
     "Report", "Result", "Segment", "Sensitivity", "Stage", "TensorSensitivity", "TuneStep", "Tuned", "TunedLayer", "TuningResult",
 ]  # fmt: skip

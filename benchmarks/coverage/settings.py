@@ -243,5 +243,4 @@ chapter(
     ("masks of -1e9 that poison no scale",
      lambda h: sure(float((h.quantized(Masked()).integer(h.x) - Masked().eval()(h.x)).abs().mean()) < 1)),
     ("advice on batches, methods, observers: a page", lambda h: sure((DOCS / "guide" / "calibrate.md").exists())),
-    ("a search over observers", lambda h: fxq.search.search_observers(h.model, h.batches, "nash-e", show_progress=False)),
 )  # fmt: skip

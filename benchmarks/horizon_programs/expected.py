@@ -80,7 +80,7 @@ EXPECTED: dict[str, Expected] = {
     "v2_auxiliary_loss": Expected({"stem.0": NARROW, "deep": NARROW}),
     "v2_attention": Expected({"q": ("int16", "int8", "int8"), "k": ("int16", "int8", "int8"), "head": ("int32", "int8", "int8")}, sqnr=25),
     "v2_eager_method": Expected({"conv1": NARROW, "conv2": NARROW, "head": SUM}),
-    "v2_auto_calibrate": Expected(refused="search_observers"),
+    "v2_auto_calibrate": Expected(refused="fxq.tune"),
     "v2_consistency": Expected(refused="nash-e-level1"),
     "v1_similarity": Expected(refused="fxq.compare"),
     "v3_s100": Expected(refused="fxq.convert"),

@@ -256,7 +256,7 @@ def scale_too_large(tensor: Judged, cures: Cures) -> Found | None:
     )
     cure = (
         "calibrate again with batches like these; if rare, large values set the scale, take an observer that leaves them out: "
-        f"{_observed(tensor, cures, 'MSEObserver')}, or fxq.search.search_observers"
+        f"{_observed(tensor, cures, 'MSEObserver')}, or let fxq.tune try them"
     )
     return Found(cause, cure, _left(tensor, values.noise_at(factor)))
 

@@ -1,4 +1,4 @@
-"""Searches over whole configurations: sensitivity, mixed precision, observers, and `tune`. They prepare and calibrate models themselves.
+"""Searches over whole configurations: sensitivity, mixed precision, and `tune`. They prepare and calibrate models themselves.
 
 A search asks `tuning.choices` which tensors and weights of a prepared model a rule of a mapping can change, and for the mapping that
 changes them. `tuning.simulation` rounds some of them in the float model, by hooks, so that a trial prepares nothing, and `tuning.effects`
@@ -7,8 +7,7 @@ Ranks of torch.distributed divide the trials (`tuning.checkpoint`).
 """
 
 from fxquant.search.bit_widths import Budget, mixed_precision
-from fxquant.search.observer_search import search_observers
 from fxquant.search.sensitivity import sensitivity
 from fxquant.target import Roofline as Speed
 
-__all__ = ["Budget", "Speed", "mixed_precision", "search_observers", "sensitivity"]
+__all__ = ["Budget", "Speed", "mixed_precision", "sensitivity"]

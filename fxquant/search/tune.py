@@ -15,9 +15,10 @@ from torch import fx, nn
 
 from fxquant.accuracy import STEPS
 from fxquant.accuracy.checkpoint import Checkpoint, call_of
-from fxquant.accuracy.choices import Choices, bits
+from fxquant.accuracy.choices import ACTIVATION, Choices, bits
 from fxquant.accuracy.measure import decibels, outputs_of
 from fxquant.accuracy.ranks import digest
+from fxquant.accuracy.simulation import taking_over
 from fxquant.accuracy.step import Step
 from fxquant.accuracy.walk import Samples, inputs_of
 from fxquant.analysis.recording import still
@@ -25,10 +26,11 @@ from fxquant.analysis.text import table
 from fxquant.errors import CalibrationError
 from fxquant.options import DEFAULTS, WIDTHS, Options
 from fxquant.prepared.batches import as_batches
-from fxquant.quantization.spec import QConfig, QConfigMapping
+from fxquant.quantization import observers as kinds
+from fxquant.quantization.spec import ActivationConfig, Chosen, QConfig, QConfigMapping
 from fxquant.quantization.spec import State as OperatorState
 from fxquant.reporting.verdict import TRIED
-from fxquant.search import bit_widths, observer_search
+from fxquant.search import bit_widths
 from fxquant.search.bit_widths import BUDGET, Budget, Work, costs, fits, work_of
 from fxquant.search.sensitivity import METRIC, Metric, find, reference_of, score_of
 from fxquant.serialization.qconfig import read, written
@@ -77,11 +79,50 @@ Proposals = Iterator[tuple[str, Recipe]]
 Remedy = Callable[[State], Proposals]  # one way to lose less
 
 
+OBSERVERS: tuple[Any, ...] = (
+    *(kinds.HistogramObserver, kinds.MSEObserver),
+    *map(kinds.LpObserver, (2.4, 3.0, 4.0)),
+    *(kinds.MinMaxObserver, kinds.MovingAverageMinMaxObserver),
+    *map(kinds.PercentileObserver, (99.999, 99.99, 99.9)),
+    *map(kinds.ClipStdObserver, (4.0, 6.0)),
+    *(kinds.KLObserver, kinds.MixObserver),
+)
+_TELLING: Mapping[Any, str] = {kinds.PercentileObserver: "percentile", kinds.LpObserver: "p", kinds.ClipStdObserver: "deviations"}
+
+
+def label(observer: Any) -> str:
+    """Return a description of an observer: its class and settings."""
+    instance = observer if isinstance(observer, kinds.Observer) else observer()
+    usual = type(instance).__name__.removesuffix("Observer")
+    setting = next((getattr(instance, name) for kind, name in _TELLING.items() if isinstance(instance, kind)), None)
+    return usual if setting is None else f"{usual} {setting:g}"
+
+
+def with_observer(mapping: QConfigMapping, observer: Any) -> QConfigMapping:
+    """Return the mapping with this observer in every config."""
+
+    def changed(chosen: Chosen) -> Chosen:
+        if chosen is None or chosen.dynamic:  # nothing is observed for these
+            return chosen
+        read = None if chosen.input is None else replace(chosen.input, observer=observer)
+        return replace(chosen, output=replace(chosen.output, observer=observer), input=read)
+
+    rules: tuple[Mapping[Any, Chosen], ...] = (mapping.types, mapping.patterns, mapping.names, mapping.calls)
+    return QConfigMapping(changed(mapping.default), *({key: changed(chosen) for key, chosen in each.items()} for each in rules))
+
+
 def _observers(state: State) -> Proposals:
-    """Propose the result of `search_observers`, unless no observer is better."""
-    result = observer_search.search(state.untuned(), observer_search.OBSERVERS, None)
-    if result.chosen != "as given":
-        yield result.chosen, replace(state.recipe, mapping=result.qconfig)
+    """Propose the observer that leaves the least noise on the samples of calibration where all tensors have it."""
+    work = state.untuned()
+    reference = reference_of(work.prepared, work.samples)
+    observed = [choice.operators[0].output for choice in Choices(work.prepared, ()).values() if choice.kind == ACTIVATION]
+    served = [each for each in OBSERVERS if observed and taking_over(observed[0], ActivationConfig(observer=each)) is not None]
+    mappings = {f"{label(observer)} for all": with_observer(work.base, observer) for observer in served}
+    prepared = {"as given": work.prepared} | {name: work.with_mapping(mapping) for name, mapping in mappings.items()}
+    noise = {name: reference.noise(partial(outputs_of, model)).pooled for name, model in prepared.items()}
+    best = min(noise, key=noise.__getitem__)
+    if best in mappings:
+        yield best, replace(state.recipe, mapping=mappings[best])
 
 
 def _sixteen(state: State) -> Proposals:

@@ -122,7 +122,7 @@ def test_a_program_runs_as_it_is(name: str, tmp_path: Path, installed: None) -> 
     assert judge(name, tmp_path) == ""
 
 
-@pytest.mark.parametrize(("name", "code", "words"), [("v3_all_int8", 0, ""), ("v2_auto_calibrate", 1, "search_observers")])
+@pytest.mark.parametrize(("name", "code", "words"), [("v3_all_int8", 0, ""), ("v2_auto_calibrate", 1, "fxq.tune")])
 def test_the_runner_runs_a_file(name: str, code: int, words: str, tmp_path: Path) -> None:
     done = run_python("-m", "fxquant.compat.horizon", str(PROGRAMS), name, folder=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == code, done.stderr

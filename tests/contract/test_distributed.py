@@ -196,11 +196,10 @@ class Metric:
 def searches(metric: Metric) -> dict[str, Any]:
     """The result of each search and how often this process evaluated the metric."""
     model, batches = network(), shards()[:2]
-    budget, observers = fxq.search.Budget(weight_bits=6), [MinMaxObserver, PercentileObserver]
+    budget = fxq.search.Budget(weight_bits=6)
     calls: dict[str, Any] = {
         "sensitivity": lambda: fxq.search.sensitivity(model, batches, metric=metric).tensors,
         "mixed_precision": lambda: fxq.search.mixed_precision(model, batches, budget=budget, metric=metric).candidates,
-        "search_observers": lambda: fxq.search.search_observers(model, batches, observers=observers, metric=metric).tensors,
         "tune": lambda: [step.score for step in fxq.tune(model, batches, metric=metric, steps=2, tolerance=0.0).steps],
     }
     by_name = {}

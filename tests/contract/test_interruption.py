@@ -29,7 +29,6 @@ from fxquant.compat.torch_ao import functions
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.search import observer_search
 from fxquant.support import progress as shown
 from tests.shared.contract import same_state
 from tests.shared.networks import Network, descend, to_train
@@ -218,26 +217,6 @@ def test_a_method_leaves_the_model_as_it_was_and_continues(
     assert 0 < done < len(asked)
     with pytest.raises(fxq.errors.ConfigurationError, match="of another call"):
         method(fresh, BATCHES, options=fxq.Options(batch_size=1, checkpoint=tmp_path / "done"))
-
-
-@pytest.mark.nightly
-def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"target": "nash-e", "observers": [fxq.observers.MinMaxObserver, fxq.observers.PercentileObserver(80.0)]}
-    whole = fxq.search.search_observers(FLOAT, BATCHES, **options)
-    with monkeypatch.context() as patch:
-        interrupted(patch, checkpoint)
-        with pytest.raises(KeyboardInterrupt):
-            fxq.search.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **options)
-    tried: list[str] = []
-    original = observer_search._trial
-    monkeypatch.setattr(observer_search, "_trial", lambda *each: tried.append(each[1].name) or original(*each))
-    resumed = fxq.search.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **options)
-    assert tried == [trial.name for trial in whole.tensors][STEP:]
-    assert (resumed.tensors, resumed.measured, resumed.chosen) == (whole.tensors, whole.measured, whole.chosen)
-    tried.clear()
-    again = fxq.search.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **options)
-    assert not tried
-    assert same_state(again.prepared, whole.prepared)
 
 
 # ---- an interrupted call without results leaves no file ---------------------------------------------------------------------------------

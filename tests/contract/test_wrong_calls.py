@@ -191,7 +191,7 @@ TUNING: tuple[Callable[..., Any], ...] = (
 MODULES = ("board", "errors", "export", "extend", "inspect", "nn", "observers", "primitives", "results", "search", "tuning")
 PASSIVE = {  # public names that nobody calls with arguments of his own
     "Finding", "Findings", "Observer", "MinMaxObserver", "Observations", "Rounding", "Nearest", "AdaptiveRounding", "Stage", "Target",
-    "Intermediate", "Layer", "Segment", "Sensitivity", "TensorSensitivity", "MixedPrecision", "ObserverSearch", "ObserverTrial", "Tuned",
+    "Intermediate", "Layer", "Segment", "Sensitivity", "TensorSensitivity", "MixedPrecision", "Tuned",
     "TuneStep", "Result", "Advice", "Estimate", "LayerEstimate", "CompiledCost", "Conformance", "ProbeResult", "Comparison",
     "GraphDifference", "LayerComparison", "Report", "DeviationReport", "Speed", "__version__", *MODULES,
 }  # fmt: skip
@@ -321,7 +321,6 @@ ROWS = (
         spread(fxq.search.mixed_precision, "widths measured batch_fn seed checkpoint"),
         FLOAT | {"budget": lambda w: fxq.search.Budget(weight_bits=8), "widths": lambda w: 8, "measured": lambda w: False},
     ),
-    row(spread(fxq.search.search_observers, "batch_fn checkpoint"), FLOAT, observers=["min-max", [fxq.observers.Observer]], metric=()),
     row(
         spread(fxq.tune, "batch_fn seed checkpoint"),
         FLOAT | {"batches": lambda w: [batch(), batch()], "tolerance": lambda w: 100.0},

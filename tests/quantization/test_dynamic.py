@@ -12,7 +12,7 @@ import fxquant as fxq
 from fxquant import primitives
 from fxquant.accuracy.choices import Choices
 from fxquant.analysis.recording import runner_of
-from fxquant.search.observer_search import with_observer
+from fxquant.search.tune import with_observer
 from tests.shared import contract, oracle
 from tests.shared.networks import members, written
 

@@ -268,9 +268,6 @@ LONG: Mapping[str, Callable[[fxq.results.Result, Any, Any], object]] = {
     "distill": lambda result, batches, path: fxq.tuning.distill(result.prepared, batches, steps=2, options=fxq.Options(checkpoint=path)),
     "round_weights": lambda result, batches, path: fxq.tuning.round_weights(result.prepared, batches, options=fxq.Options(checkpoint=path)),
     "sensitivity": lambda result, batches, path: fxq.search.sensitivity(result.float, batches, options=fxq.Options(checkpoint=path)),
-    "search_observers": lambda result, batches, path: fxq.search.search_observers(
-        result.float, batches, options=fxq.Options(checkpoint=path)
-    ),
 }
 
 

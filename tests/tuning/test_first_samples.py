@@ -228,7 +228,10 @@ def test_calibration_and_searches_take_the_table_of_steps(monkeypatch: pytest.Mo
     assert chosen == [name for name in taken if name != "narrowing"]  # nothing is lost
     assert all(f"calibration: {line}" in fxq.explain(fxq.convert(prepared)) for line in prepared.meta["chosen"])
     taken.clear()
-    fxq.search.search_observers(network(), batches(), "bayes-e", FOUR_BITS, observers=["histogram", "minmax"], show_progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(tune, "REMEDIES", {"observers": tune.REMEDIES["observers"]})
+        patch.setattr(tune, "OBSERVERS", (fxq.observers.HistogramObserver, fxq.observers.MinMaxObserver))
+        fxq.tune(network(), batches(), "bayes-e", FOUR_BITS, tolerance=0.0, show_progress=False)
     assert taken[: len(every)] == every
     sampled = [each.name for each in BY_SAMPLES if each.find is not None]
     assert taken[len(every) :] == sampled * ((len(taken) - len(every)) // len(sampled)) != []
