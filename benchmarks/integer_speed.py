@@ -7,7 +7,7 @@ them. Before anything is timed, the kernels' results are compared with the primi
 column counts the operators that kernels compute: those between the boundaries, without those that only move memory. `--networks all
 --targets bayes-e x86 --batches 1 --threads 1` is one row for each of them, in minutes.
 
-`--tensors` leaves out the kernels in C, as on a machine without a compiler. --device cuda is not measured: kernels are for the CPU.
+--device cuda is not measured: kernels are for the CPU.
 """
 
 import argparse
@@ -35,7 +35,6 @@ from benchmarks.zoo.sequence import Conformer, SignalNetwork, Swin, ViT
 from benchmarks.zoo.unet import UNet
 from benchmarks.zoo.volume import VolumeNetwork
 from fxquant.analysis.explain import operator_runs
-from fxquant.backends.cpu import native
 from fxquant.support.progress import progress
 
 
@@ -81,10 +80,7 @@ def main() -> None:
     parser.add_argument("--threads", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--tensors", action="store_true")
     options = parser.parse_args()
-    if options.tensors:
-        os.environ[native.SWITCH] = "0"
     logging.getLogger("fxquant").setLevel(logging.ERROR)
     head = ("network", "target", "batch", "threads", "float", "reference", "kernels", "quickest", "torch.ao", "in kernels")
     table = table_of(*head, labels=2)

@@ -1,14 +1,13 @@
 """Processors: affine uint8 activations with float32 requantization, as onnxruntime's integer operators compute it.
 
 The package also holds the fast implementations for processors. `native` compiles native.c once for the machine, into the user's cache,
-where there is a compiler. `tensors` needs none: it computes by oneDNN's products of bytes, whose float32 sums below 2^24 are exact.
-`training` offers the fused kernels of training steps in C, and what observers count, where it counts as
-`torch.histc` does on this machine.
+where there is a compiler; elsewhere the primitives run. `training` offers the fused kernels of training steps in C, and what observers
+count, where it counts as `torch.histc` does on this machine.
 """
 
 from functools import partial
 
-from fxquant.backends.cpu import chains, compiled, looping, tensors, training  # noqa: F401  # they register their kernels
+from fxquant.backends.cpu import chains, compiled, looping, training  # noqa: F401  # they register their kernels
 from fxquant.kernels import patterns
 from fxquant.kernels.kernel import Kernel
 from fxquant.primitives.arithmetic import RealArithmetic
@@ -33,11 +32,11 @@ KERNELS = (
     Kernel("loop", patterns.repeated, (chains.program,)),
     Kernel("recurrence", patterns.recurrence, (chains.program,)),
     Kernel("rows", patterns.rows, (chains.program,)),
-    Kernel("sum of products", patterns.sum_of_products, (compiled.depthwise, compiled.convolution, tensors.onednn)),
+    Kernel("sum of products", patterns.sum_of_products, (compiled.depthwise, compiled.convolution)),
     Kernel("quantization", patterns.quantization, (compiled.quantize,)),
-    Kernel("maximum", patterns.maximum, (compiled.max_pool, tensors.tensor_pool)),
-    Kernel("table", patterns.pointwise, (compiled.pointwise, tensors.tensor_table, chains.chain)),
-    Kernel("dynamic layer", patterns.dynamic_layer, (compiled.native_dynamic, tensors.onednn_dynamic)),
+    Kernel("maximum", patterns.maximum, (compiled.max_pool,)),
+    Kernel("table", patterns.pointwise, (compiled.pointwise, chains.chain)),
+    Kernel("dynamic layer", patterns.dynamic_layer, (compiled.native_dynamic,)),
     Kernel("movement", patterns.moved, (compiled.move,)),
     Kernel("product", patterns.product, (compiled.product,)),
     Kernel("chain", patterns.elementwise_chain, (chains.chain,)),

@@ -1,6 +1,6 @@
 """The kernels of native.c, chains.c, training.c and `joining.c`, compiled once for this processor and kept in the user's cache.
 
-They are optional, and so is a compiler.
+They are optional, and so is a compiler: without one the primitives run, and a warning says so.
 
 FXQUANT_NATIVE=0 disables them. FXQUANT_ISA=vnni leaves out the tiles of AMX, avxvnni AVX-512, too, and avx2 all dot products of bytes.
 The name of a cached library is a hash of the source, the compiler and the processor.
@@ -158,6 +158,7 @@ def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
     flags = (*FLAGS, *LIMITS[of_environment(INSTRUCTIONS, "", choice(*LIMITS))])
     compiler = next((path for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
     if compiler is None:
+        _say_once("a C compiler was not found: integer models run their primitives, slower than float models; install gcc or clang")
         return "a C compiler was not found"
     try:
         name = _name(compiler, source, flags)

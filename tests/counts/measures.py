@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import os
 import platform
 import re
 import tempfile
@@ -99,7 +98,7 @@ NO_COMPILER = "no C compiler"
 
 
 def instructions() -> str:
-    """Return the instructions for sums of products of bytes, on which the admission of kernels depends."""
+    """Return the instructions for sums of products of bytes, on which the forms of onnxruntime depend."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -110,14 +109,8 @@ def instructions() -> str:
 
 
 def compiler() -> str:
-    """Return whether there are kernels in C, and the limit of their instructions where the processor has more."""
-    limit = os.environ.get(native.INSTRUCTIONS, "") if instructions() in (VNNI, AVX_VNNI) else ""
-    return NO_COMPILER if isinstance(native.library(), str) else f"C limited to {limit}" if limit else "C"
-
-
-def processor() -> str:
-    """Return the instructions, and whether there are kernels in C."""
-    return f"{instructions()}, {compiler()}"
+    """Return whether there are kernels in C: the same on all instructions."""
+    return NO_COMPILER if isinstance(native.library(), str) else "C"
 
 
 def exporter() -> str:
@@ -351,7 +344,7 @@ class Measure(NamedTuple):
 
 MEASURES = {
     "passes": Measure(passes, lambda: ANY),
-    "integer kernels": Measure(integer_kernels, processor),
+    "integer kernels": Measure(integer_kernels, compiler),
     "training kernels": Measure(training_kernels, compiler),
     "ONNX files": Measure(onnx_files, runtime),
     "devices": Measure(devices, lambda: ANY),

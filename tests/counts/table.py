@@ -1,16 +1,12 @@
 """The table of counts: reading, comparing, and writing it.     python -m tests.counts.table
 
-One row for each network, target and count. A count of kernels depends on the machine, so it has a row for each kind of machine. Those
-that this machine can imitate are written with it: without a C compiler, and without instructions for sums of products of bytes.
-Rows of other machines stay as they are.
+One row for each network, target and count. A count of kernels depends on the machine, so it has a row for each kind of machine, of which
+this one imitates that without a C compiler. Rows of other machines stay as they are.
 """
 
 import argparse
 import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +18,7 @@ import torch
 from fxquant import backends
 from fxquant.backends.cpu import native
 from fxquant.support.progress import progress
-from tests.counts import measures
-from tests.counts.measures import ANY, AVX2, FEWER_ARE_BETTER, MEASURES, TARGETS, Count
+from tests.counts.measures import ANY, FEWER_ARE_BETTER, MEASURES, TARGETS, Count
 from tests.counts.networks import NETWORKS
 
 FILE = Path(__file__).with_name("table.json")
@@ -121,8 +116,7 @@ def _moved(before: Count, now: Count) -> Iterator[str]:
 
 
 # ---- machines ---------------------------------------------------------------------------------------------------------
-DEPENDENT = ("integer kernels", "training kernels")  # measures that depend on the C compiler
-NO_DOT_PRODUCTS = ("-mno-avx512vnni", "-mno-avxvnni")
+DEPENDENT = ("training kernels",)  # measures that depend on the C compiler
 
 
 @contextmanager
@@ -131,21 +125,6 @@ def no_compiler() -> Iterator[None]:
     libraries = ("library", "chains_library", "training_library", "joining_library")
     with mock.patch.multiple(native, **dict.fromkeys(libraries, lambda: "a C compiler was not found")):
         yield
-
-
-def no_dot_products() -> Table:
-    """Count the integer kernels as on a processor that has AVX2 alone, in a process of its own: oneDNN is limited when it starts."""
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.counts.table", "--no-dot-products"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    return _rows(done.stdout)
-
-
-def can_imitate() -> bool:
-    """Return whether this processor can be limited to AVX2, or has no more."""
-    return measures.instructions() in (measures.VNNI, measures.AVX_VNNI, AVX2)
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------------
@@ -159,8 +138,6 @@ def written(before: Mapping[Row, Count]) -> Table:
         with no_compiler():
             for measure in DEPENDENT:
                 table |= measured(network, target, measure)
-    if can_imitate():
-        table |= no_dot_products()
     columns = {(row.measure, row.machine) for row in table}
     counts = {row._replace(machine=ANY) for row in table}
     kept = {row: count for row, count in before.items() if (row.measure, row.machine) not in columns}
@@ -169,16 +146,9 @@ def written(before: Mapping[Row, Count]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-dot-products", action="store_true", help="print the rows of integer kernels without instructions for them")
-    options = parser.parse_args()
+    parser.parse_args()
     logging.getLogger("fxquant").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    if options.no_dot_products:
-        native.FLAGS = (*native.FLAGS, *NO_DOT_PRODUCTS)
-        with mock.patch.object(measures, "instructions", return_value=AVX2):
-            jobs = [(network, target) for network in NETWORKS for target in TARGETS]
-            print(text({row: count for job in jobs for row, count in measured(*job, "integer kernels").items()}))
-        return
     before = read() if FILE.exists() else {}
     table = written(before)
     FILE.write_text(text(table), encoding="utf-8")

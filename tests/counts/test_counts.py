@@ -88,10 +88,3 @@ def test_a_fall_names_the_row_the_numbers_the_nodes_and_the_reasons() -> None:
         "           convolution, not among them: 1 before, 2 now: %a, %b",
         "             %b: it differs",
     ]
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not table.can_imitate(), reason="this processor cannot be limited to AVX2")
-def test_counts_without_sums_of_products_of_bytes_are_those_of_the_table() -> None:
-    result = table.no_dot_products()
-    compare(result, rows_of(result))

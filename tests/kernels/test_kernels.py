@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import os
 import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -161,13 +160,10 @@ def test_a_network_of_every_kernel_has_the_bits_of_its_primitives(target: str) -
     assert report.pairs == ["integer = integer", "integer = kernels"]
 
 
-@pytest.mark.parametrize("target", ["bayes-e", "x86"])
-def test_without_a_compiler_tensor_operations_give_the_same(target: str, no_compiler: None) -> None:
-    integer, reference = known(target=target)
+def test_without_a_compiler_the_primitives_run(no_compiler: None) -> None:
+    integer, reference = known(target="bayes-e")
     assert_same(integer, reference, images(3, 3, 18, 22))
-    used = set(chosen(integer).values())
-    assert not any(name and name.startswith("native") for name in used)
-    assert {"PyTorch's maximum", "PyTorch's table", "moved bytes"} <= used
+    assert set(chosen(integer).values()) <= {None, "moved bytes"}
 
 
 def test_constants_and_inputs_are_returned_by_every_run() -> None:
@@ -176,15 +172,6 @@ def test_constants_and_inputs_are_returned_by_every_run() -> None:
     integer, reference = both(returning, "bayes-e", ordinary(2, 3, 6, 6))
     assert_same(integer, reference, images(2, 3, 6, 6), runs=3)
     assert torch.equal(integer(images(2, 3, 6, 6))[0], anchors)
-
-
-@pytest.mark.parametrize("padding", [1, 0])
-def test_a_window_that_can_be_all_padding_is_not_onednns(padding: int, no_compiler: None) -> None:
-    """There it reads outside of the image, which ends the process where that page is not mapped."""
-    integer, reference = both(nn.Sequential(nn.Conv2d(8, 4, 1, padding=padding), nn.ReLU()), "bayes-e", ordinary(2, 8, 5, 5))
-    assert_same(integer, reference, images(2, 8, 5, 5))
-    reasons = [choice.refused.get("oneDNN convolution", "") for choice in choices(integer).values()]  # a processor may have others
-    assert any("a whole window is padding" in reason for reason in reasons) is (padding == 1)
 
 
 @settings(max_examples=12, deadline=None)
@@ -212,14 +199,6 @@ def test_sums_of_products(
     x = images(batch, channels, *size)
     assert_same(integer, reference, x, runs=1)
     assert_same(integer, reference, x.sign() * 100, runs=1)  # every operand at an end of its range
-
-
-@pytest.mark.parametrize("target", ["nash-e", "x86"])
-def test_groups_of_many_outputs_disagree_with_no_primitive(target: str) -> None:
-    """oneDNN's compensation of a zero point is wrong in such layers on processors with AMX: it must not be asked there."""
-    for inner, outer in ((2, 66), (6, 96), (30, 78)):
-        integer, reference = both(nn.Sequential(nn.Conv2d(inner, outer, 3, padding=1, groups=2)), target, ordinary(2, inner, 9, 7))
-        assert_same(integer, reference, images(2, inner, 9, 7), runs=1)
 
 
 @settings(max_examples=5, deadline=None)
@@ -678,17 +657,6 @@ def test_sums_that_are_outputs_have_kernels_whatever_their_channels(target: str,
         assert {run.because for run in wide} == {"", "no kernel computes clamp_accumulator"}
 
 
-SCRIPT = program("kernels_script")
-
-
-@pytest.mark.nightly
-def test_a_processor_without_dot_products_stays_exact() -> None:
-    """oneDNN as on a machine with AVX2 alone, where pairs of products saturate in 16 bits, and no kernels in C."""
-    environment = {"ONEDNN_MAX_CPU_ISA": "AVX2", native.SWITCH: "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    done = run_python("-W", "ignore", "-c", SCRIPT, **environment)
-    assert done.stdout.endswith("equal\n"), done.stderr
-
-
 # ---- the graph, files, copies, threads --------------------------------------------------------------------------------
 def test_the_stage_and_the_reference_graph() -> None:
     fused, reference = known()
@@ -782,6 +750,7 @@ def test_the_switch_leaves_out_what_is_compiled(off: str, on: str, monkeypatch: 
     assert native.library.__wrapped__() == f"FXQUANT_NATIVE is {off}"
     monkeypatch.setenv(native.SWITCH, on)
     monkeypatch.setenv("PATH", "")
+    native._say_once.cache_clear()
     assert native.library.__wrapped__() == "a C compiler was not found"
 
 

@@ -12,12 +12,11 @@ import fxquant as fxq
 from fxquant.backends.cpu import native
 from fxquant.kernels.admission import Layer
 from fxquant.primitives import shape
-from tests.kernels.test_kernels import IN_C, _flags, assert_same, both, choices, chosen, computed, images, no_compiler, ordinary, slow
+from tests.kernels.test_kernels import IN_C, _flags, assert_same, both, choices, chosen, computed, images, ordinary, slow
 from tests.shared.networks import Network, members
 
 TARGETS = ("bayes-e", "x86", "bernoulli2")
 BYTES, WORDS, TRANSFORMED = 1, 2, 3  # what AVX2 multiplies
-__all__ = ["no_compiler"]
 
 
 def assert_kernels(model: nn.Module, target: str, *sizes: int, moves: bool = True) -> None:
@@ -82,12 +81,6 @@ def Volumes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_volumes(target: str) -> None:
     assert_kernels(Volumes(), target, 2, 3, 6, 10, 12, moves=False)
-
-
-def test_volumes_without_a_compiler(no_compiler: None) -> None:
-    integer, reference = both(Volumes(), "bayes-e", ordinary(2, 3, 6, 10, 12))
-    assert_same(integer, reference, images(3, 3, 6, 10, 12))
-    assert {"oneDNN convolution", "PyTorch's maximum"} <= {choice.implementation for choice in choices(integer).values()}
 
 
 # a layer, the sizes of an input, and whether tiles read it in place
