@@ -208,7 +208,8 @@ class SimulatedForm(Form):
         self.quantized = path.parent / f"{path.stem}{QUANTIZED_MODEL}"
         about = path.parent.parent / LAYERS
         outputs = json.loads(about.read_text(encoding="utf-8")).get("outputs", {}) if about.is_file() else {}
-        turned, values = [name for name, described in outputs.items() if described["layout"] is not None], horizon_values(integer)
+        turned = [name for name, described in outputs.items() if described["layout"] is not None]
+        values, self.sequences = horizon_values(integer)
         values |= {name: values[node.name] for name, node in zip(outputs, returned(integer), strict=False) if node.name in values}
         self.connections = Connections(self.quantized, values, turned)
         self.unseen: dict[str, str] = {}  # tensors at the ends of programs that cannot be compared: name and reason
@@ -286,7 +287,8 @@ class SimulatedForm(Form):
         integers = Values()
         for name, place in places.items():
             if (expected := graph.get(place.node)) is not None and expected.numel() == values[name].numel():
-                turned = expected.dim() == 4 and (place.channels_last or values[name].shape != expected.shape)
+                like = values[name].shape[: expected.dim()] == expected.shape
+                turned = self._spatial(expected.dim(), place) and (place.channels_last or not like)
                 integers[place.node] = _in_order(values[name].to(torch.int64), expected, turned)
         return integers
 
@@ -315,21 +317,25 @@ class SimulatedForm(Form):
         return integers
 
     def _last(self, rank: int, place: Place) -> bool:
-        return rank == 4 and (place.channels_last or self.march in CHANNELS_LAST)
+        return self._spatial(rank, place) and (place.channels_last or self.march in CHANNELS_LAST)
+
+    def _spatial(self, rank: int, place: Place) -> bool:
+        """Return whether the second dimension of a node's tensor is the channels of an image in the program."""
+        return rank == 4 or place.node in self.sequences
 
     def _arranged(self, value: Tensor, place: Place, feature: Feature) -> Tensor:
         """Return a tensor of the graph in the program's order of dimensions; an image from a camera is channels last."""
         sizes = f"its input {feature.name} has the sizes {list(feature.shape)}, and a row of the model's {list(value.shape)}"
         _require(value.numel() == math.prod(feature.shape), self.binary.path, f"{sizes}: is input_batch in its configuration?")
         turned = self._last(value.dim(), place) or feature.pyramid or (value.dim() == 4 and feature.shape != tuple(value.shape))
-        return (value.permute(0, 2, 3, 1) if turned else value).reshape(feature.shape)
+        return (value.movedim(1, -1) if turned else value).reshape(feature.shape)
 
 
 def _in_order(value: Tensor, like: Tensor, channels_last: bool) -> Tensor:
     if not channels_last:
         return value.reshape(like.shape)
-    rows, channels, height, width = like.shape
-    return value.reshape(rows, height, width, channels).permute(0, 3, 1, 2)
+    rows, channels, *area = like.shape
+    return value.reshape(rows, *area, channels).movedim(-1, 1)
 
 
 def _require(holds: bool, path: Path, because: str) -> None:

@@ -19,12 +19,14 @@ from fxquant.backends.onnx.export import check_arguments, save_models
 from fxquant.backends.onnx.horizon import CALIBRATED_OPSET, OPSET, CalibratedWriter, HorizonWriter, fixed_shape, float_nodes, turn_outputs
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import TensorFact, fact, source
-from fxquant.ir.integer import QParams, operation, qparams
+from fxquant.ir.integer import Operation, QParams, operation, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME
 from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.layers.convolution import conv_transpose1d, conv_transpose2d
 from fxquant.prepared.sizes import at_example_sizes, unrolled
 from fxquant.primitives import PRIMITIVES
+from fxquant.primitives.pool import sum_pool
 from fxquant.primitives.quantization import dequantize
 from fxquant.support import logger
 from fxquant.support.arguments import FOLDER, POSITIVE, TEXT, checked, checked_class, choice, such
@@ -36,6 +38,7 @@ from fxquant.target import Target
 # The keys of hb_mapper's configuration are those that it accepts here. The files for hb_compile follow public documents only, and have not
 # been tried with it: D-Robotics, OpenExplore S100 3.5.0, "hb_compile" (the command and its configuration) and "PTQ FAQ" (opset 10 to 19,
 # O0 to O2). Keys that these do not name are hb_mapper's.
+TRANSPOSED = (conv_transpose1d, conv_transpose2d)
 OUTPUT = "model_output"  # where the compiler writes, inside the folder
 README = "README.txt"
 
@@ -336,6 +339,8 @@ def _check_node(node: fx.Node) -> None:
         raise ExportError(what, node=node, because="its scales are not known before it runs", remedy=remedy)
     _check_bits(node)
     described, lowered = qparams(node), operation(node)
+    if node.graph.owning_module.meta["target"].compiler == HB_MAPPER.compiler:  # type: ignore[union-attr]
+        _check_rounded_once(node, described, lowered)
     if described is None or lowered is None or described.dtype not in ("int8", "int4", "int16"):
         return
     fused = lowered.arguments
@@ -356,6 +361,17 @@ def _check_node(node: fx.Node) -> None:
             remedy="let the range end at the clamp: calibrate by statistics, or set the scale with fxq.set_qparams(prepared, "
             f"{{{node.name!r}: …}}) before converting",
         )
+
+
+def _check_rounded_once(node: fx.Node, described: QParams | None, lowered: Operation | None) -> None:
+    """Raise ExportError for an average over a sequence, and a transposed convolution's int16, which the compiler rounds to int8 before."""
+    what, because = f"%{node.name} would have other values on the chip", "the vendor's compiler rounds it twice"
+    if node.target is sum_pool and len(fact(node).shape) == 3:
+        remedy = "pool an image: F.avg_pool2d(x[..., None], (k, 1))[..., 0]"
+        raise ExportError(what, node=node, because=because, remedy=remedy)
+    if lowered is not None and BY_NAME[lowered.name].function in TRANSPOSED and described is not None and described.dtype == "int16":
+        remedy = "give it 8 bits: set_module_name(…, fxq.QConfig(fxq.ActivationConfig('int8'))) in the qconfig mapping"
+        raise ExportError(what, node=node, because=because, remedy=remedy)
 
 
 def _check_bits(node: fx.Node) -> None:

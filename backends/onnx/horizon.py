@@ -35,6 +35,8 @@ DOMAIN = "horizon"
 OPSET = 11
 IMAGES_ALONE = ("bernoulli2",)  # marches whose programs hold images alone; the processor computes what has another rank
 BITS = {torch.int8: 8, torch.int16: 16}
+MOVES = ("Reshape", "Transpose")
+Shape = tuple[int, ...]
 
 
 def pair(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: int | None = None) -> str:
@@ -156,6 +158,7 @@ class HorizonWriter(QdqWriter):
     renames = False
     calls = HorizonCall
     unrolls = True
+    sequences: Sequence[str] = ()  # the values (N, C, L) that are images in the file
 
     @property
     def in_floats(self) -> list[fx.Node]:
@@ -178,8 +181,9 @@ class HorizonWriter(QdqWriter):
     def write(self, input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> onnx.ModelProto:
         model = super().write(input_names, output_names)
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-        if self.integer.meta["target"].name in IMAGES_ALONE:
-            write_images(model.graph, {info.name: tuple(fixed_shape(info)) for info in [*model.graph.input, *model.graph.value_info]})
+        sizes = {info.name: tuple(fixed_shape(info)) for info in [*model.graph.input, *model.graph.value_info, *model.graph.output]}
+        join_moves(model.graph, sizes)
+        self.sequences = write_images(model.graph, sizes, self.integer.meta["target"].name in IMAGES_ALONE)
         join_means(model.graph)
         for info in (*model.graph.input, *model.graph.output, *model.graph.value_info):
             for dim, size in zip(info.type.tensor_type.shape.dim, fixed_shape(info), strict=True):
@@ -188,6 +192,32 @@ class HorizonWriter(QdqWriter):
 
     def _describe(self, node: fx.Node, name: str, kind: str) -> None:
         self.tensors[name] = {"kind": "float"}
+
+
+def join_moves(graph: onnx.GraphProto, sizes: Mapping[str, Shape]) -> None:
+    """Remove the pairs between moves, which are on one scale, and write the sizes of reshapes for a batch of one.
+
+    Reshape → Transpose → Reshape is a channel shuffle to the tool where nothing is between them and no size is -1.
+    """
+    readers, constants = readers_of(graph), {tensor.name: tensor for tensor in graph.initializer}
+    for node in [node for node in graph.node if node.op_type in MOVES and node.output[0] in readers]:
+        quantize, *others = readers[node.output[0]]
+        dequantize = readers.get(quantize.output[0], [quantize])[0]
+        after = readers.get(dequantize.output[0], [])
+        if not others and "Dequantize" in dequantize.op_type and after and all(reader.op_type in MOVES for reader in after):
+            for reader in after:
+                reader.input[0] = node.output[0]
+            readers[node.output[0]] = after
+            graph.node.remove(quantize)
+            graph.node.remove(dequantize)
+    for node in [node for node in graph.node if node.op_type == "Reshape" and node.input[1] in constants]:
+        written, wanted = (
+            numpy_helper.to_array(constants[node.input[1]]),
+            np.array(sizes.get(node.output[0].partition("/")[0], ()), np.int64),
+        )
+        if len(written) == len(wanted) and bool((written != wanted).any()) and bool(((written == wanted) | (written == -1)).all()):
+            graph.initializer.append(numpy_helper.from_array(wanted, f"{node.output[0]}/shape"))
+            node.input[1] = f"{node.output[0]}/shape"
 
 
 def join_means(graph: onnx.GraphProto) -> None:
@@ -221,11 +251,12 @@ def readers_of(graph: onnx.GraphProto) -> dict[str, list[onnx.NodeProto]]:
     return readers
 
 
-def horizon_values(integer: fx.GraphModule) -> dict[str, str]:
-    """Return the nodes of an integer graph by the names of their values in its file of style "horizon"."""
+def horizon_values(integer: fx.GraphModule) -> tuple[dict[str, str], frozenset[str]]:
+    """Return the nodes of an integer graph by the names of their values in its file of style "horizon", and those that are sequences."""
     writer = HorizonWriter(integer, "float", OPSET)
     by_value = named_values(writer.write(None, None))
-    return {value: name for name, value in writer.reals.items()} | by_value  # operators that only move elements have no pair
+    values = {value: name for name, value in writer.reals.items()} | by_value  # operators that only move elements have no pair
+    return values, frozenset(values[name] for name in writer.sequences if name in values)
 
 
 # ---- the tensors of the vendor's quantized model ---------------------------------------------------------------------
@@ -364,32 +395,52 @@ class CalibratedWriter(HorizonWriter):
 # ---- Images ----------------------------------------------------------------------------------------------------------
 # The operators that compute each element by itself, and so may read images.
 POINTWISE = {
-    *("QuantizeLinear", "DequantizeLinear", "HzQuantize", "HzDequantize", "Identity", "Add", "Sub", "Mul", "Div", "Pow", "Max", "Min"),
+    *(
+        "QuantizeLinear",
+        "DequantizeLinear",
+        "HzQuantize",
+        "HzDequantize",
+        "HzCalibration",
+        "Identity",
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "Pow",
+        "Max",
+        "Min",
+    ),
     *("Abs", "Clip", "Elu", "Erf", "Exp", "HardSigmoid", "LeakyRelu", "Log", "Neg", "Reciprocal", "Relu", "Selu", "Sigmoid"),
     *("Softplus", "Sqrt", "Tanh"),
 }
-AXES = {2: (0, 1), 3: (0, 2, 1)}  # the dimensions of a tensor in its image, by its rank
-Shape = tuple[int, ...]
+AXES = {2: (0, 1), 3: (0, 2, 1)}  # the dimensions of a vector (N, C), and of (N, T, C), in its image
+SEQUENCE = (0, 1, 2)  # the dimensions of a sequence (N, C, L) in its image (N, C, L, 1)
 
 
-def write_images(graph: onnx.GraphProto, sizes: dict[str, Shape]) -> None:
-    """Rewrite a file for a batch of one: set the sizes of its values, and remove the nodes without readers."""
-    images = Images(graph, sizes)
+def write_images(graph: onnx.GraphProto, sizes: Mapping[str, Shape], alone: bool) -> list[str]:
+    """Rewrite a file of a batch of one so that layers of vectors and sequences read images; return the names of sequences (N, C, L).
+
+    `alone`: whether every quantized tensor of two or three dimensions is an image. Values get their sizes; nodes without readers go.
+    """
+    images = Images(graph, sizes, alone)
     ends = {output.name for output in graph.output}
     for node in graph.node:
         if not images.written(node, node.output[0] in ends):
             images.add(node, [images.alias.get(name) or images.tensor(name) for name in node.input])
     prune(graph, images.nodes)
     keep(graph.value_info, (info for info in graph.value_info if info.name not in images.image))
+    return [name for name, (_, _, axes) in images.image.items() if axes == SEQUENCE]
 
 
 class Images:
     """A file that is being rewritten."""
 
-    def __init__(self, graph: onnx.GraphProto, sizes: dict[str, Shape]) -> None:
-        self.graph, self.sizes = graph, sizes
+    def __init__(self, graph: onnx.GraphProto, sizes: Mapping[str, Shape], alone: bool) -> None:
+        self.graph, self.sizes, self.alone = graph, sizes, alone
         self.constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-        self.image: dict[str, tuple[str, Shape]] = {}  # the name of a tensor's image and the tensor's shape, by the tensor's name
+        self.image: dict[str, tuple[str, Shape, Shape]] = {}  # by a tensor's name: its image's, its shape, and its dimensions there
+        entries = [node for node in graph.node if node.op_type == "ToImage" and any(entry.name == "axes" for entry in node.attribute)]
+        self.wanted = dict.fromkeys((node.input[0] for node in entries), SEQUENCE)  # the dimensions in which layers read a tensor
         self.alias: dict[str, str] = {}  # the image that is read in place of a ToImage's result
         self.nodes: list[onnx.NodeProto] = []
         self.producers: dict[str, onnx.NodeProto] = {}
@@ -403,9 +454,9 @@ class Images:
         """Return the name of a value in its own shape."""
         if name not in self.image:
             return name
-        value, shape = self.image[name]
+        value, shape, axes = self.image[name]
         if f"{name}/tensor" not in self.producers:
-            if len(shape) == 3:
+            if axes == AXES[3]:
                 self.add(helper.make_node("Transpose", [], [f"{name}/last"], f"{name}/last", perm=[0, 2, 3, 1]), [value])
                 value = f"{name}/last"
             self._reshape(value, f"{name}/tensor", shape)
@@ -420,54 +471,74 @@ class Images:
             self.graph.initializer.append(numpy_helper.from_array(value, name))
         return name
 
-    def _enter(self, name: str, shape: Shape, result: str) -> None:
+    def _enter(self, name: str, shape: Shape, result: str, axes: Shape) -> None:
         """Write the image of a tensor."""
-        if len(shape) == 2:
-            self._reshape(name, result, (1, shape[1], 1, 1))
+        if axes != AXES[3]:
+            self._reshape(name, result, (*shape, 1, 1)[:4])
         else:
             self._reshape(name, f"{result}/last", (1, shape[1], 1, shape[2]))
             self.add(helper.make_node("Transpose", [], [result], result, perm=[0, 3, 1, 2]), [f"{result}/last"])
-        self.image[name] = result, shape
+        self.image[name] = result, shape, axes
 
     def written(self, node: onnx.NodeProto, last: bool) -> bool:
         """Write a node on images, and return whether there is a way to; the `last` ones of a file stay tensors."""
         first, result, operator = node.input[0] if node.input else "", node.output[0], node.op_type
         attributes = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
+        shape = tuple(attributes.get("shape", ()))
+        axes = tuple(attributes.get("axes", AXES.get(len(shape), ())))
         if operator == "FromImage":
-            self.image[result] = first, tuple(attributes["shape"])
-        elif operator == "ToImage" and first in self.image:
-            self.alias[result] = self.image[first][0]
+            self.image[result] = first, shape, axes
         elif operator == "ToImage":
-            self._enter(first, tuple(attributes["shape"]), result)
+            if first not in self.image or self.image[first][2] != axes:
+                first = self.tensor(first)
+                self._enter(first, shape, result, axes)
+            self.alias[result] = self.image[first][0]
         elif last:
             return False
+        elif operator == "Transpose" and len(self.image.get(first, ((), ()))[1]) == 3:
+            value, shape, axes = self.image[first]
+            self.image[result] = value, tuple(shape[dim] for dim in attributes["perm"]), tuple(axes[dim] for dim in attributes["perm"])
+            return self.image[result][2] in (AXES[3], SEQUENCE) or self.image.pop(result) is None
+        elif operator == "MaxPool" and len(attributes["kernel_shape"]) == 1:
+            self._largest(node, first, result, attributes)
         elif operator in ("Reshape", "Flatten"):
             return self._flattened(node, first, result)
         elif operator in (*POINTWISE, "Slice", "Concat"):
             quantized = self.sizes.get(result.partition("/")[0], ())
-            if operator in ("QuantizeLinear", "HzQuantize") and first not in self.image and len(quantized) in AXES:
-                self._enter(first, quantized, f"{first}/image")
+            if self.alone and operator in ("QuantizeLinear", "HzQuantize") and first not in self.image and len(quantized) in AXES:
+                self._enter(first, quantized, f"{first}/image", self.wanted.get(result.partition("/")[0], AXES[len(quantized)]))
             return self._pointwise(node, result, attributes)
         else:
             return False
         return True
 
+    def _largest(self, node: onnx.NodeProto, first: str, result: str, attributes: dict[str, Any]) -> None:
+        """Write the maxima of a sequence's windows as those of its image: the tool takes no dilations in one dimension."""
+        if first not in self.image or self.image[first][2] != SEQUENCE:
+            first = self.tensor(first)
+            self._enter(first, self.sizes[first], f"{first}/image", SEQUENCE)
+        begin, end = attributes.pop("pads", (0, 0))
+        attributes |= {name: [*attributes[name], 1] for name in ("kernel_shape", "strides", "dilations") if name in attributes}
+        pooled = helper.make_node("MaxPool", [], [result], node.name, pads=[begin, 0, end, 0], **attributes)
+        self.add(pooled, [self.image[first][0]])
+        self.image[result] = result, self.sizes[result.partition("/")[0]], SEQUENCE
+
     def _flattened(self, node: onnx.NodeProto, first: str, result: str) -> bool:
         """Record the operand's image as the image of a reshape's result if both are one vector; return whether it was done."""
-        value, shape = self.image.get(first, (first, self.sizes.get(first, ())))
+        value, shape, _ = self.image.get(first, (first, self.sizes.get(first, ()), ()))
         rank = 2 if node.op_type == "Flatten" else len(self.constants.get(node.input[1], ()))
         if rank not in AXES or max(shape, default=0) != math.prod(shape) or (first not in self.image and len(shape) != 4):
             return False
-        self.image[result] = value, (*[1] * (rank - 1), math.prod(shape))
+        self.image[result] = value, (*[1] * (rank - 1), math.prod(shape)), AXES[rank]
         return True
 
     def _pointwise(self, node: onnx.NodeProto, result: str, attributes: dict[str, Any]) -> bool:
         slices = node.op_type == "Slice"
         read = [self.image.get(name) for name in (node.input[:1] if slices else node.input) if name not in self.constants]
         operands = [each for each in read if each is not None]
-        if not operands or len(operands) < len(read) or len({len(shape) for _, shape in operands}) > 1:
+        if not operands or len(operands) < len(read) or len({axes for *_, axes in operands}) > 1:
             return False
-        inputs, shape, axes = [name for name, _ in operands], list(operands[0][1]), AXES[len(operands[0][1])]
+        inputs, shape, axes = [name for name, *_ in operands], list(operands[0][1]), operands[0][2]
         if slices:
             begins, ends, dims, *steps = (self.constants[name].tolist() for name in node.input[1:])
             dims = [dim % len(shape) for dim in dims]
@@ -477,23 +548,23 @@ class Images:
             inputs = [*inputs, *node.input[1:3], self._constant(f"{result}/axes", turned), *node.input[4:]]
         elif node.op_type == "Concat":
             dim = attributes["axis"] % len(shape)
-            shape[dim] = sum(each[dim] for _, each in operands)
+            shape[dim] = sum(each[dim] for _, each, _ in operands)
             next(entry for entry in node.attribute if entry.name == "axis").i = axes[dim]
         else:
             arrays = {name: self.constants[name] for name in node.input if name in self.constants and self.constants[name].size > 1}
-            shape = list(np.broadcast_shapes(*(array.shape for array in arrays.values()), *(each for _, each in operands)))
-            arranged = {name: self._constant(f"{name}/image", _arranged(array, len(shape))) for name, array in arrays.items()}
+            shape = list(np.broadcast_shapes(*(array.shape for array in arrays.values()), *(each for _, each, _ in operands)))
+            arranged = {name: self._constant(f"{name}/image/{axes[-1]}", _arranged(array, axes)) for name, array in arrays.items()}
             inputs = [arranged[name] if name in arrays else self.image.get(name, (name,))[0] for name in node.input]
             inner = self.producers.get(inputs[0])
             if inner is not None and "uantize" in node.op_type and "Dequantize" in inner.op_type and inner.input[1:] == inputs[1:]:
-                self.image[result] = inputs[0], tuple(shape)  # it is on this grid
+                self.image[result] = inputs[0], tuple(shape), axes  # it is on this grid
                 return True
         self.add(node, inputs)
-        self.image[result] = result, tuple(shape)
+        self.image[result] = result, tuple(shape), axes
         return True
 
 
-def _arranged(array: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]:
-    """Return a constant that is broadcast to a tensor of this rank as it is broadcast to the tensor's image."""
-    wide = array.reshape((1,) * (rank - array.ndim) + array.shape)
-    return np.ascontiguousarray(wide[..., None, None] if rank == 2 else wide.transpose(0, 2, 1)[..., None])
+def _arranged(array: np.ndarray[Any, Any], axes: Shape) -> np.ndarray[Any, Any]:
+    """Return a constant that is broadcast to a tensor as it is broadcast to the tensor's image, where the tensor has these dimensions."""
+    wide = array.reshape((1,) * (len(axes) - array.ndim) + array.shape).transpose(np.argsort(axes))
+    return np.ascontiguousarray(wide.reshape((*wide.shape, 1, 1)[:4]))

@@ -227,6 +227,14 @@ MEASURES: dict[str, Measure] = {
     "bits": _bits_read, "bits of an averaged image": lambda site: _bits_read(site) if _averaged(site) else [],
     "bits where it is dilated": lambda site: _bits_read(site) if _dilated(site) else [],
     "bits with groups and a stride": lambda site: _bits_read(site) if site.arguments["groups"] > 1 < max(site.spatial("stride")) else [],
+    "bits of the result": lambda site: _bits(site.node),
+    "interpolation": lambda site: [site.arguments["mode"]],
+    "factor of a nearest resize that is no power of two": lambda site: [
+        each for each in _resize_factor(site) if site.arguments["mode"].startswith("nearest") and not is_power_of_two(each)
+    ],
+    "elements left over by windows of one size": lambda site: [
+        size % max(1, windows) for size, windows in zip(known(site.shape()[2:]), known(site.result[2:]), strict=False)
+    ],
     "bits of the result where it is dilated": lambda site: _bits(site.node) if _dilated(site) else [],
 }  # fmt: skip
 

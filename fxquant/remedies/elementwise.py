@@ -130,6 +130,12 @@ def narrowed(b: Rewriting) -> fx.Node | None:
     return b.again(input=b(REQUANTIZE.function, b.input, dtype="int8"))
 
 
+@remedy("rounded to 8 bits before", "conv_transpose1d conv_transpose2d", "bits of the result")
+def narrow_before(b: Rewriting) -> fx.Node | None:
+    """Compute the operator on 8 bits, and bring its result to the grid that it has."""
+    return b(REQUANTIZE.function, b.again(dtype="int8"), dtype=b.dtype)
+
+
 # ---- activations without a table, by relu, relu6, sums and products --------------------------------------------------
 @remedy("of relu6", "hardsigmoid hardswish", None)
 def of_relu6(b: Rewriting) -> fx.Node | None:

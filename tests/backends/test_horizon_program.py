@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -174,6 +175,52 @@ def test_layers_of_vectors_are_convolutions_of_images_on_bernoulli2(tmp_path: Pa
     quantized = [at for at, name in enumerate(used) if name == "QuantizeLinear"]
     inside = used[quantized[1] : quantized[-1]]
     assert not {"Reshape", "Transpose"} & set(inside)
+
+
+def _shuffled(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x)
+    return self.b(y.view(y.shape[0], 2, y.shape[1] // 2, *y.shape[2:]).transpose(1, 2).reshape(y.shape))
+
+
+SHUFFLED = Network(_shuffled, a=nn.Conv2d(8, 8, 1), b=nn.Conv2d(8, 8, 1)).eval()
+CAUSAL = Network(
+    lambda s, x: s.c(F.max_pool1d(F.relu(s.b(F.pad(F.relu(s.a(F.pad(x, (2, 0)))), (4, 0))) + s.d(x)), 2)),
+    a=nn.Conv1d(8, 6, 3), b=nn.Conv1d(6, 6, 3, dilation=2), c=nn.Conv1d(6, 4, 1), d=nn.Conv1d(8, 6, 1),
+).eval()  # fmt: skip
+
+
+def test_a_channel_shuffle_is_three_bare_moves(tmp_path: Path) -> None:
+    file = onnx.load(
+        fxq.board.export_horizon(fxq.quantize(SHUFFLED, [torch.randn(2, 8, 6, 6)], "bayes-e").integer, tmp_path) / "model.onnx"
+    )
+    at = [node.op_type for node in file.graph.node].index("Transpose")
+    assert [node.op_type for node in file.graph.node[at - 2 : at + 3]] == [
+        "DequantizeLinear", "Reshape", "Transpose", "Reshape", "QuantizeLinear",
+    ]  # fmt: skip
+    shapes = [each for each in file.graph.initializer if each.name in {file.graph.node[at - 1].input[1], file.graph.node[at + 1].input[1]}]
+    assert all(onnx.numpy_helper.to_array(each)[0] == 1 for each in shapes)
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "nash-e"])
+def test_layers_of_sequences_are_layers_of_images(target: str, tmp_path: Path) -> None:
+    integer = fxq.quantize(CAUSAL, [torch.randn(2, 8, 24)], target).integer
+    nodes = onnx.load(fxq.board.export_horizon(integer, tmp_path) / "model.onnx").graph.node
+    used = [node.op_type for node in nodes]
+    assert not {"Squeeze", "Unsqueeze", "ToImage", "FromImage"} & set(used)
+    inside = used[used.index("Conv") : len(used) - used[::-1].index("Conv")]
+    assert not {"Reshape", "Transpose"} & set(inside)
+    assert {len(entry.ints) for node in nodes for entry in node.attribute if entry.name == "kernel_shape"} == {2}
+
+
+@pytest.mark.parametrize(
+    ("layer", "size"), [(nn.AvgPool1d(2), (3, 8)), (nn.ConvTranspose2d(3, 4, 2, 2), (3, 4, 4))], ids=["a pooled sequence", "int16"]
+)
+def test_what_the_compiler_rounds_twice_is_refused(layer: nn.Module, size: tuple[int, ...], tmp_path: Path) -> None:
+    stated = fxq.QConfigMapping().set_module_name("a", fxq.QConfig(fxq.ActivationConfig("int16")))
+    model = Network(lambda s, x: s.a(s.b(x)), a=layer, b=nn.Identity() if len(size) == 2 else nn.Conv2d(3, 3, 1)).eval()
+    integer = fxq.quantize(model, [torch.randn(2, *size)], "bayes-e", None if len(size) == 2 else stated).integer
+    with pytest.raises(fxq.errors.ExportError, match="would have other values on the chip"):
+        fxq.board.export_horizon(integer, tmp_path)
 
 
 def averaged(how: str, size: int) -> fx.GraphModule:

@@ -19,6 +19,7 @@ from fxquant.compat import horizon
 from fxquant.compat.horizon import served as march
 from tests.backends.test_horizon_camera import MEAN, STD, of_rgb
 from tests.backends.test_horizon_camera import converted as with_camera
+from tests.backends.test_horizon_program import CAUSAL, SHUFFLED
 from tests.shared.networks import Network, descend, members, to_train
 
 INSTALLED = bool(os.environ.get("FXQUANT_HORIZON")) or shutil.which("hb_mapper") is not None
@@ -110,6 +111,14 @@ def test_an_lstm_and_layers_of_vectors_are_one_program(target: str, tmp_path: Pa
     qconfig = fxq.QConfig(fxq.ActivationConfig("int8"))
     integer = fxq.quantize(model, rows, target, qconfig).integer
     assert len(programs(integer, verified(integer, tmp_path, rows)[1])) == 1
+
+
+@pytest.mark.parametrize(("network", "target"), [(SHUFFLED, "bayes-e"), (SHUFFLED, "bernoulli2"), (CAUSAL, "bayes-e")])
+def test_channel_shuffles_and_layers_of_sequences_are_one_program(network: nn.Module, target: str, tmp_path: Path) -> None:
+    x = [torch.randn(2, 8, 8, 8) if network is SHUFFLED else torch.randn(2, 8, 24) for _ in range(2)]
+    integer = fxq.quantize(network, x, target).integer
+    (costs,) = fxq.estimate(integer, compiled=verified(integer, tmp_path, x)[1]).compiled
+    assert not [layer for layer in costs.layers if "Transpose" in layer.layer and "LayoutConvert" not in layer.layer]
 
 
 @pytest.mark.parametrize("size", [8, 28])

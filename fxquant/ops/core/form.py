@@ -139,9 +139,6 @@ class Call:
     def unsqueezed(self, value: str, axis: int) -> str:
         return self.do("Unsqueeze", value, axes=[axis]) if self.e.opset < 13 else self.do("Unsqueeze", value, self.integers([axis]))
 
-    def squeezed(self, value: str, axis: int) -> str:
-        return self.do("Squeeze", value, axes=[axis]) if self.e.opset < 13 else self.do("Squeeze", value, self.integers([axis]))
-
     @property
     def operand_shape(self) -> tuple[Size, ...]:
         """The shape of the first primitive's operand."""

@@ -33,7 +33,7 @@ from fxquant.ops.movement.pad import pad_before, unfold
 from fxquant.ops.movement.repeating import expand
 from fxquant.ops.movement.shape import permute, reshape
 from fxquant.ops.sampling.resize import GRID_SAMPLE_OPSET, LINEAR_OPSET, Positions, lower_sample, refuses_image, spatial_of
-from fxquant.primitives import accumulate, shape
+from fxquant.primitives import Role, accumulate, role_of, shape
 from fxquant.primitives.accumulate import CONVOLUTIONS, TRANSPOSED, convolve, sides, swap_channels
 from fxquant.primitives.resize import sample
 from fxquant.quantization.weights import BatchNorm, fold
@@ -292,9 +292,10 @@ def _onnx_convolution(c: Call) -> str:
         before, after = attributes["pads"]
         attributes |= {name: [*attributes[name], 1] for name in ("kernel_shape", "strides", "dilations")}
         attributes["pads"] = [before, 0, after, 0]
-        flat = c.unsqueezed(operand, 3)
-        output = c.with_bias(lambda *bias: c.do("Conv", flat, c.weight(lambda weight: weight[..., None]), *bias, **attributes), 2)
-        return c.epilogue(c.squeezed(output, 3))
+        sums = next(node for node in c.primitives if role_of(node.target) is Role.CONVOLUTION)
+        image = c.do("ToImage", operand, shape=fact(sums.all_input_nodes[0]).at(1), axes=[0, 1, 2])
+        output = c.with_bias(lambda *bias: c.do("Conv", image, c.weight(lambda weight: weight[..., None]), *bias, **attributes), 2)
+        return c.epilogue(c.do("FromImage", output, shape=fact(sums).at(1), axes=[0, 1, 2]))
     return c.epilogue(c.with_bias(lambda *bias: c.do("Conv", operand, c.weight(), *bias, **attributes), rank))
 
 
