@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fxquant.support.arguments import FILE, FLAG, Kind, checked_class, choice
+from fxquant.support.arguments import FILE, FLAG, NUMBER, Kind, checked_class, choice
 
 WIDTHS = (4, 8, 16)
 
@@ -18,6 +18,7 @@ def _widths(value: Any) -> tuple[int, ...]:
 
 
 @checked_class(
+    accuracy=NUMBER.or_none("the qconfig's dtypes"),
     batch_norm=choice("live", "frozen", "folded"),
     checkpoint=FILE.or_none("nothing is kept, and each call starts from the beginning"),
     measured=FLAG,
@@ -71,6 +72,11 @@ class Options:
                      of an input, or of tensors of 16 bits, many of whose values round to 0 is divided by a power of two, if the outputs
                      are nearer to float with it
 
+    Of `quantize`.
+
+    accuracy         the SQNR in dB that every output, and every part of one, is to have: tensors and weights get 16 bits, as few as it
+                     takes by their cost, and `Result.widened` names them. None: all have the qconfig's dtypes
+
     Of functions that take batches, of `fxq.tuning` and of the searches.
 
     batch_fn         a function from a batch to the model's inputs; None: a batch holds the inputs
@@ -98,6 +104,7 @@ class Options:
     round_weights: bool | None = None
     correct_bias: bool | None = None
     choose_ranges: bool | None = None
+    accuracy: float | None = None
     batch_fn: Callable[[Any], Any] | None = None
     batch_size: int = 16
     seed: int = 0
