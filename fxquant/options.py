@@ -71,11 +71,8 @@ class Options:
                      the noise of each, or the smallest and the largest value. None: from 64 samples on. Unless it is False, the range
                      of an input, or of tensors of 16 bits, many of whose values round to 0 is divided by a power of two, if the outputs
                      are nearer to float with it
-
-    Of `quantize`.
-
-    accuracy         the SQNR in dB that every output, and every part of one, is to have: tensors and weights get 16 bits, as few as it
-                     takes by their cost, and `Result.widened` names them. None: all have the qconfig's dtypes
+    accuracy         of `quantize`: the SQNR in dB that every output, and every part of one, is to have. Tensors and weights get 16 bits,
+                     as few as it takes by their cost; `Result.widened` names them. None: all have the qconfig's dtypes
 
     Of functions that take batches, of `fxq.tuning` and of the searches.
 

@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Result:
-    """The result of `quantize`: the model in every form, and methods to export and verify it.
-
-    `widened` says what has 16 bits for the option `accuracy`; None without it.
-    """
+    """The result of `quantize`: the model in every form, what has 16 bits for an accuracy, and methods to export and verify it."""
 
     float: nn.Module
     prepared: fx.GraphModule
@@ -101,8 +98,7 @@ def quantize(
     widened = None
     if options.accuracy is not None:
         kept = prepared.__dict__[SAMPLES].inputs or inputs_of(prepared, [first], None, options)
-        own = replace(options, batch_fn=None)
-        work = Work(as_written, example, mapping, prepared, observations_of(prepared), kept, own, show_progress)
-        prepared, widened = widen(work, options.accuracy)
+        now = prepared, observations_of(prepared), kept, replace(options, batch_fn=None), show_progress
+        prepared, widened = widen(Work(as_written, example, mapping, *now), options.accuracy)
     as_given: Any = model if isinstance(model, nn.Module | torch.export.ExportedProgram) else as_written
     return Result(as_given, prepared, convert(prepared), widened)

@@ -142,8 +142,8 @@ def _litert(model: onnx.ModelProto) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
         onnx.save(model, path)
-        names = [info.name for info in model.graph.input]
-        converted = subprocess.run([command, "-i", path, "-o", folder, "-n", "-kat", *names], capture_output=True, text=True, check=False)
+        call = [command, "-i", path, "-o", folder, "-n", "-kat", *(info.name for info in model.graph.input)]
+        converted = subprocess.run(call, capture_output=True, text=True, check=False)
         files = sorted(Path(folder).glob("*_float32.tflite"))
         if not files:
             raise RuntimeError(f"onnx2tf: {['it wrote no file', *converted.stdout.splitlines(), *converted.stderr.splitlines()][-1]}")

@@ -23,7 +23,7 @@ from fxquant.cli.photographs import samples_of
 from fxquant.errors import ConfigurationError
 from fxquant.reporting.statistics import in_decibels
 from fxquant.reporting.verdict import GOOD
-from fxquant.search.bit_widths import Widening, has_wide
+from fxquant.search.bit_widths import Widening
 from fxquant.support.arguments import FOLDER, accepted
 from fxquant.support.files import check_place, place_files, write_file
 
@@ -123,7 +123,9 @@ def run(options: argparse.Namespace) -> int:
         print(advice)
     if outcome.widened is not None:
         print(outcome.widened)
-    elif min((each.sqnr for each in outcome.compared.outputs), default=GOOD) < GOOD and has_wide(result.prepared.meta["target"]):
+    elif (
+        min((each.sqnr for each in outcome.compared.outputs), default=GOOD) < GOOD and "int16" in result.prepared.meta["target"].activations
+    ):
         held = inputs_of(result.prepared, _batches(held_out, options.batch_size), None, settings)
         print(f"--accuracy {GOOD:.0f} would give {Widening(result.prepared, held, settings).proposed(GOOD)}")
     print(out / SUMMARY)
@@ -189,10 +191,9 @@ def _written(result: fxq.results.Result, folder: Path, held_out: Samples, calibr
     speed = speed_of(path, result.float, _batches(held_out, options.fixed_batch or options.batch_size)[0]) if options.measure else None
     metadata, findings, runtime = fxq.export.onnx_metadata(path), fxq.check(result.prepared), options.runtime or "onnxruntime"
     needed = ", ".join(f"{name}={value}" for name, value in metadata.get("session_options_without_vnni", {}).items())
-    file = metadata["style"], runtime, "other numbers with any" if metadata.get("relies_on_vnni") else needed or "none"
-    return Outcome(
-        options.model, calibrated, _count(held_out), verified, compared, findings, operators, *file, speed, files, result.widened
-    )  # fmt: skip
+    needed = "other numbers with any" if metadata.get("relies_on_vnni") else needed or "none"
+    rest = metadata["style"], runtime, needed, speed, files, result.widened
+    return Outcome(options.model, calibrated, _count(held_out), verified, compared, findings, operators, *rest)
 
 
 def _finite(value: float) -> float | None:

@@ -23,7 +23,7 @@ from fxquant.api import calibrate, prepare
 from fxquant.errors import ConfigurationError
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import quantized_operators
-from fxquant.quantization.spec import QConfig, QConfigMapping, State, as_mapping
+from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, Rule, State, as_mapping
 from fxquant.search.sensitivity import METRIC, Metric, Sensitivity, calibrated, find, reference_of, score_of
 from fxquant.support import logger
 from fxquant.support.arguments import NUMBER, Kind, checked, checked_class, instance
@@ -118,7 +118,7 @@ def costs(choices: Choices, dtypes: Mapping[str, str], speed: Roofline | None = 
     def is_there(name: str, dtype: str) -> bool:
         return not name or dtypes.get(name, choices[name].dtype) == dtype
 
-    limits = [limit for limit in limits if limit != "latency" or speed is not None]
+    limits = [limit for limit in LIMITS if limit != "latency" or speed is not None]
     return {
         limit: sum(
             cost
@@ -400,9 +400,7 @@ def _uniform(choices: Choices, widths: Sequence[int], budget: Budget) -> list[tu
 
 
 # ---- 16 bits where they cost least, for an accuracy ------------------------------------------------------------------
-#
-# The integers are measured, so the estimate need only be right in the share of the noise that a choice leaves: it is prepared with the
-# scales of the one calibration, measured, and extended if it misses.
+# Integers are measured, so the estimate need only be right in the share of the noise that a choice leaves.
 NAMED = 6  # tensors that the sentence names, at most
 MARGIN = 0.8  # of the noise that an accuracy allows, which is left by estimate
 FELT = 0.01  # of the noise that is left, which a tensor has to lower where the accuracy is out of reach
@@ -439,18 +437,9 @@ class Widened:
         return f"{what}{self.before:.1f} dB become {self.after:.1f}, and {self.goal:.1f} are asked for{beyond}"
 
 
-def has_wide(target: Target) -> bool:
-    """Return whether a target has activations of 16 bits."""
-    return any(bits(dtype) == 16 for dtype in target.activations)
-
-
 def require_wide(target: Target, options: Options) -> None:
     """Raise ConfigurationError where no 16 bits are there, or several ranks would each choose by samples of their own."""
-    if not has_wide(target):
-        wide = ", ".join(name for name, each in backends.TARGETS.items() if has_wide(each) and not each.consistency)
-        what, because = f"{target.name} has no 16 bits for an accuracy", f"its activations are {', '.join(target.activations)}"
-        remedy = f"leave the accuracy out and try fxq.tune, whose other methods need no 16 bits, or take one of {wide}"
-        raise ConfigurationError(what, because=because, remedy=remedy)
+    backends.require_dtypes(target, [(Rule("option", "accuracy"), QConfig(ActivationConfig("int16")))])
     if options.distributed and ranks.count() > 1:
         remedy = "pass the option distributed=False, and the same batches on every rank"
         raise ConfigurationError("several ranks reach no accuracy", because="each would choose by its own samples", remedy=remedy)
@@ -459,8 +448,8 @@ def require_wide(target: Target, options: Options) -> None:
 def widen(work: Work, goal: float) -> tuple[fx.GraphModule, Widened]:
     """Return the model prepared with the least costly dtypes that reach an accuracy in dB, or come nearest, and these dtypes."""
     plan, allowed = Widening(work.prepared, work.samples, work.options), 10 ** (-goal / 10)
-    best = plan.before, work.prepared, work.base, dict[str, str]()
     after, share, dtypes = plan.before, 1.0, dict[str, str]()
+    best = after, work.prepared, work.base, dtypes
     for _ in range(1 + RAISES):
         share *= MARGIN * allowed / after
         if after <= allowed or dtypes == (dtypes := plan.choose(share)):
@@ -470,7 +459,7 @@ def widen(work: Work, goal: float) -> tuple[fx.GraphModule, Widened]:
         after = plan.noise(prepared)
         best = min(best, (after, prepared, mapping, dtypes), key=itemgetter(0))
     after, prepared, mapping, dtypes = best
-    widened = plan.described(goal, dtypes, after, mapping)
+    widened = replace(plan.proposed(goal, dtypes), after=decibels(after), qconfig=mapping)
     (logger.warning if after > allowed else logger.info)("%s", widened)
     return prepared, widened
 
@@ -498,7 +487,7 @@ class Widening:
     def cost(self, dtypes: Mapping[str, str]) -> float:
         """Return the share of time that these dtypes add by the target's peak rates, or else of bit operations."""
         limit = "bit_operations" if self.speed is None else "latency"
-        with_them, before = (costs(self.choices, each, self.speed, (limit,))[limit] for each in (dtypes, {}))
+        with_them, before = (costs(self.choices, each, self.speed)[limit] for each in (dtypes, {}))
         return with_them / before - 1 if before else 0.0
 
     def choose(self, share: float) -> dict[str, str]:
@@ -513,12 +502,9 @@ class Widening:
         least = FELT * left if left > allowed else 0.0  # out of reach: those that are not felt stay as they are
         return {name: dtype for name, (dtype, _) in self.gains.items() if names.get(name, -1.0) >= least}
 
-    def proposed(self, goal: float) -> Widened:
-        """Return the dtypes that an accuracy in dB would need, by estimate."""
-        dtypes = self.choose(MARGIN * 10 ** (-goal / 10) / self.before)
-        left = 1 - sum(self.gains[name][1] for name in dtypes) / (self.total or 1.0)
-        return self.described(goal, dtypes, self.before * left, self.choices.mapping(QConfigMapping(), dtypes))
-
-    def described(self, goal: float, dtypes: Mapping[str, str], after: float, mapping: QConfigMapping) -> Widened:
-        """Return the record of chosen dtypes, whose noise is `after`."""
-        return Widened(goal, decibels(self.before), decibels(after), dtypes, self.cost(dtypes), self.sensitivity, mapping)
+    def proposed(self, goal: float, dtypes: Mapping[str, str] | None = None) -> Widened:
+        """Return these dtypes, by default those that an accuracy in dB would need by estimate, with the accuracy to be expected."""
+        chosen = self.choose(MARGIN * 10 ** (-goal / 10) / self.before) if dtypes is None else dtypes
+        left = 1 - sum(self.gains[name][1] for name in chosen) / (self.total or 1.0)
+        mapping = self.choices.mapping(QConfigMapping(), chosen)
+        return Widened(goal, decibels(self.before), decibels(self.before * left), chosen, self.cost(chosen), self.sensitivity, mapping)

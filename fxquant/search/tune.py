@@ -91,11 +91,9 @@ def _sixteen(state: State) -> Proposals:
     work = state.untuned()
     choices = Choices(work.prepared, WIDTHS)
     gains = find(work.prepared, work.samples, replace(work.options, measured=False, widths=WIDTHS), work.show).gains(16)
-    ranked, count = list(gains), 1
-    while count <= max(1, len(choices) // 4) and count <= len(ranked):
-        dtypes = {name: gains[name][0] for name in ranked[:count]}
+    for power in range(min(max(1, len(choices) // 4), len(gains)).bit_length()):
+        dtypes = {name: gains[name][0] for name in list(gains)[: 2**power]}
         yield f"int16 for {', '.join(dtypes)}", replace(state.recipe, mapping=choices.mapping(work.base, dtypes))
-        count *= 2
 
 
 def _within_budget(state: State) -> Proposals:

@@ -1,5 +1,6 @@
 """Run exported files in OpenVINO, TVM, IREE and LiteRT: equal bits of style "exact", and the rows of the page's table."""
 
+import functools
 import re
 import sys
 import types
@@ -51,27 +52,20 @@ def test_a_runtime_that_is_not_installed_is_named_with_its_extra(name: str, tmp_
 def test_litert_runs_what_the_command_onnx2tf_makes_by_the_names_of_inputs_and_outputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in for both: a command that copies the ONNX file, and an interpreter that runs it, with its places in another order."""
+    """A stand-in for both: a command copies the ONNX file, and an interpreter runs it, its inputs and outputs in another order."""
 
     class Interpreter:
         def __init__(self, model_content: bytes, num_threads: int) -> None:
-            self.session, self.feeds = onnxruntime.InferenceSession(model_content, providers=["CPUExecutionProvider"]), dict[int, Any]()
-            self.get_input_details = lambda: self.places(self.session.get_inputs())
-            self.get_output_details = lambda: self.places(self.session.get_outputs())
-            self.allocate_tensors, self.set_tensor = lambda: None, self.feeds.__setitem__
+            session, feeds = onnxruntime.InferenceSession(model_content, providers=["CPUExecutionProvider"]), dict[str, Any]()
+            places = [
+                [{"index": each.name, "name": each.name} for each in reversed(of())] for of in (session.get_inputs, session.get_outputs)
+            ]
+            self.get_input_details, self.get_output_details = (functools.partial(list, each) for each in places)
+            self.allocate_tensors = self.invoke = lambda: None
+            self.set_tensor, self.get_tensor = feeds.__setitem__, lambda name: session.run([name], feeds)[0]
 
-        def places(self, values: list[Any]) -> list[dict[str, Any]]:
-            return [{"index": index, "name": value.name} for index, value in reversed(list(enumerate(values)))]
-
-        def invoke(self) -> None:
-            names = [value.name for value in self.session.get_inputs()]
-            self.results = self.session.run(None, {names[index]: value for index, value in self.feeds.items()})
-
-        def get_tensor(self, index: int) -> Any:
-            return self.results[index]
-
-    monkeypatch.setitem(sys.modules, "ai_edge_litert", types.ModuleType("ai_edge_litert"))
-    monkeypatch.setitem(sys.modules, "ai_edge_litert.interpreter", types.SimpleNamespace(Interpreter=Interpreter))  # type: ignore[arg-type]
+    for name, module in (("", types.SimpleNamespace()), (".interpreter", types.SimpleNamespace(Interpreter=Interpreter))):
+        monkeypatch.setitem(sys.modules, f"ai_edge_litert{name}", module)  # type: ignore[arg-type]
     monkeypatch.setenv("PATH", str(tmp_path))
     model = Network(lambda m, x, y: m.a(x) + m.b(y).mean((2, 3), keepdim=True), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(3, 4, 1)).eval()
     inputs = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 8, 8)
