@@ -503,7 +503,7 @@ class Widening:
         return {name: dtype for name, (dtype, _) in self.gains.items() if names.get(name, -1.0) >= least}
 
     def proposed(self, goal: float, dtypes: Mapping[str, str] | None = None) -> Widened:
-        """Return these dtypes, by default those that an accuracy in dB would need by estimate, with the accuracy to be expected."""
+        """Return dtypes, by default what an accuracy in dB would need by estimate, with the accuracy to be expected."""
         chosen = self.choose(MARGIN * 10 ** (-goal / 10) / self.before) if dtypes is None else dtypes
         left = 1 - sum(self.gains[name][1] for name in chosen) / (self.total or 1.0)
         mapping = self.choices.mapping(QConfigMapping(), chosen)
