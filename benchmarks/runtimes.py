@@ -32,9 +32,12 @@ from fxquant import backends
 BEGIN, END = "<!-- runtimes -->\n", "<!-- /runtimes -->\n"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "onnx.md"
 TARGETS, STYLES = ("bayes-e", "nash-e", "x86"), ("exact", "fast", "qdq")
-SHOWN = {"onnxruntime": "onnxruntime", "openvino": "OpenVINO", "tvm": "TVM", "iree": "IREE"}
-PACKAGES = {"onnxruntime": "onnxruntime", "openvino": "openvino", "tvm": "apache-tvm", "iree": "iree-base-compiler"}
-REFUSED = r"QLinear\w+|\w+Integer|Loop|(?<=\"onnx\.)\w+"  # operators that a message may name
+SHOWN = {"onnxruntime": "onnxruntime", "openvino": "OpenVINO", "tvm": "TVM", "iree": "IREE", "litert": "LiteRT"}
+PACKAGES = {
+    "onnxruntime": "onnxruntime", "openvino": "openvino", "tvm": "apache-tvm", "iree": "iree-base-compiler", "litert": "ai-edge-litert",
+}  # fmt: skip
+# operators that a message may name
+REFUSED = r"QLinear\w+|\w+Integer|Loop|(?<=\"onnx\.)\w+|quantized_dimension|ONNX_\w+|(?<=\d \()\w+(?=\) failed)"
 
 
 class Residual(nn.Module):

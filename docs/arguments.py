@@ -8,6 +8,7 @@ from typing import Any
 import griffe
 
 ROW = re.compile(r"(\w[\w.*, ]*?) {2,}(\S.*)")
+INNER = re.compile(r' +("[^"]+"|[\w./]+) {2,}(\S.*)')  # a row of an indented table: values of an argument, files of a folder
 
 
 class Arguments(griffe.Extension):
@@ -20,21 +21,32 @@ class Arguments(griffe.Extension):
 
 
 def listed(text: str) -> str:
-    """The text with its tables as lists; what is indented under a row belongs to it."""
-    lines, inside, code = list[str](), False, False
+    """The text with its tables as lists; what is indented under a row belongs to it, and a table there is a list in the list."""
+    lines, code = list[str](), False
+    inside: int | None = None  # None outside of lists, -1 in a row, and in an indented table the column of its names
     for line in text.splitlines():
         code ^= line.lstrip().startswith("```")
         row = None if code or line.startswith(" ") else ROW.fullmatch(line)
+        inner = None if code else INNER.fullmatch(line)
+        words, column = line.strip(), len(line) - len(line.lstrip())
+        if (row is not None or inner is not None) and lines and lines[-1] and not lines[-1].lstrip().startswith("- "):
+            lines.append("")
         if row is not None:
-            if not inside and lines and lines[-1]:
-                lines.append("")
             lines.append(f"- `{row[1]}`: {row[2]}")
-            inside = True
-        elif inside and line.startswith(" ") and line.strip():
-            lines[-1] += " " + line.strip()
+            inside = -1
+        elif inner is not None:
+            nested = inside is not None and (inside == -1 or lines[-1].startswith("    "))
+            lines.append(f"{'    ' * nested}- `{inner[1]}`: {inner[2]}")
+            inside = column
+        elif inside is not None and words and column:
+            if column == inside:  # after a list in a row: the row goes on
+                lines += ["", "    " + words]
+                inside = -1
+            else:
+                lines[-1] += " " + words
         else:
-            if inside and line.strip():
+            if inside is not None and words:
                 lines.append("")
-            inside = False
+            inside = None
             lines.append(line)
     return "\n".join(lines)

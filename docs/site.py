@@ -25,6 +25,20 @@ CHAPTERS = (  # of the navigation: a title, and pages in their order; a page wit
     ("Operators", ("docs/OPERATORS.md", "docs/COVERAGE.md", "docs/horizon-names.md")),
     ("Inside", ("ARCHITECTURE.md", "backends/bpu/ARITHMETIC.md", "backends/bpu/CHIP.md", "CONTRIBUTING.md", "CHANGELOG.md")),
 )  # fmt: skip
+FIRST = (
+    "quantize",
+    "prepare",
+    "calibrate",
+    "convert",
+    "export_onnx",
+    "verify",
+    "compare",
+    "check",
+    "explain",
+    "report",
+    "estimate",
+    "tune",
+)
 MODULES = ("board", "errors", "export", "extend", "inspect", "nn", "observers", "primitives", "results", "search", "tuning")
 sys.path.insert(0, str(ROOT))  # the names of this checkout
 QUIET = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -58,7 +72,7 @@ plugins:
           paths: [%s]
           options:
             {show_source: false, show_root_heading: true, heading_level: 3, docstring_style: null, separate_signature: true,
-             show_signature_annotations: true, extensions: [%s]}
+             show_signature_annotations: true, merge_init_into_class: true, members_order: source, extensions: [%s]}
 nav:
 """
 
@@ -144,6 +158,9 @@ def public() -> dict[str, list[str]]:
     package = importlib.import_module("fxquant")
     homes = {"fxquant": package, **{name: getattr(package, name) for name in MODULES}}
     names = {name: [each for each in module.__all__ if not each.startswith("__") and each not in MODULES] for name, module in homes.items()}
+    for name, module in homes.items():  # what is called before what is returned
+        classes = {each: inspect.isclass(getattr(module, each)) for each in names[name]}
+        names[name].sort(key=lambda each: (classes[each], FIRST.index(each) if each in FIRST else len(FIRST)))
     primitives = package.primitives.PRIMITIVES  # the functions, by their modules
     return {**names, "primitives": sorted(f"{each.__module__.rpartition('.')[2]}.{each.__name__}" for each in primitives)}
 

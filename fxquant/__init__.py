@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from fxquant.accuracy.states import freeze, qparams, set_qparams, set_state
     from fxquant.analysis.explain import explain
     from fxquant.analysis.text import text
-    from fxquant.api import at_sizes, calibrate, check, convert, dump, export_onnx, load, prepare, quantize, save
+    from fxquant.api import at_sizes, calibrate, check, convert, dump, export_onnx, load, prepare, save
     from fxquant.errors import FxQuantError
     from fxquant.frontend import trace, wrap
     from fxquant.options import Options
     from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, State, WeightConfig
+    from fxquant.quantizing import quantize
     from fxquant.reporting.comparing import compare
     from fxquant.reporting.estimate import estimate
     from fxquant.reporting.forms import verify
@@ -49,12 +50,13 @@ __all__ = [
 _FROM = {
     "fxquant.analysis.explain": "explain",
     "fxquant.analysis.text": "text",
-    "fxquant.api": "at_sizes calibrate check convert dump export_onnx load prepare quantize save",
+    "fxquant.api": "at_sizes calibrate check convert dump export_onnx load prepare save",
     "fxquant.accuracy.states": "freeze qparams set_qparams set_state",
     "fxquant.errors": "FxQuantError",
     "fxquant.frontend": "trace wrap",
     "fxquant.options": "Options",
     "fxquant.quantization.spec": "ActivationConfig QConfig QConfigMapping State WeightConfig",
+    "fxquant.quantizing": "quantize",
     "fxquant.reporting.comparing": "compare",
     "fxquant.reporting.estimate": "estimate",
     "fxquant.reporting.forms": "verify",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fxquant.support.arguments import FILE, FLAG, Kind, checked_class, choice
+from fxquant.support.arguments import FILE, FLAG, NUMBER, Kind, checked_class, choice
 
 WIDTHS = (4, 8, 16)
 
@@ -18,6 +18,7 @@ def _widths(value: Any) -> tuple[int, ...]:
 
 
 @checked_class(
+    accuracy=NUMBER.or_none("the qconfig's dtypes"),
     batch_norm=choice("live", "frozen", "folded"),
     checkpoint=FILE.or_none("nothing is kept, and each call starts from the beginning"),
     measured=FLAG,
@@ -70,6 +71,8 @@ class Options:
                      the noise of each, or the smallest and the largest value. None: from 64 samples on. Unless it is False, the range
                      of an input, or of tensors of 16 bits, many of whose values round to 0 is divided by a power of two, if the outputs
                      are nearer to float with it
+    accuracy         of `quantize`: the SQNR in dB that every output, and every part of one, is to have. Tensors and weights get 16 bits,
+                     as few as it takes by their cost; `Result.widened` names them. None: all have the qconfig's dtypes
 
     Of functions that take batches, of `fxq.tuning` and of the searches.
 
@@ -98,6 +101,7 @@ class Options:
     round_weights: bool | None = None
     correct_bias: bool | None = None
     choose_ranges: bool | None = None
+    accuracy: float | None = None
     batch_fn: Callable[[Any], Any] | None = None
     batch_size: int = 16
     seed: int = 0

@@ -6,6 +6,9 @@ import copy
 import functools
 import math
 import os
+import shutil
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -130,7 +133,34 @@ def _iree(model: onnx.ModelProto) -> Run:
     return run
 
 
-OTHER_RUNTIMES: dict[str, Callable[[onnx.ModelProto], Run]] = {"openvino": _openvino, "tvm": _tvm, "iree": _iree}
+def _litert(model: onnx.ModelProto) -> Run:
+    from ai_edge_litert.interpreter import Interpreter
+
+    command = shutil.which("onnx2tf")
+    if command is None:
+        raise ImportError("the command onnx2tf, which makes TFLite files, is not on the path; any Python environment may have it")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        onnx.save(model, path)
+        call = [command, "-i", path, "-o", folder, "-n", "-kat", *(info.name for info in model.graph.input)]
+        converted = subprocess.run(call, capture_output=True, text=True, check=False)
+        files = sorted(Path(folder).glob("*_float32.tflite"))
+        if not files:
+            raise RuntimeError(f"onnx2tf: {['it wrote no file', *converted.stdout.splitlines(), *converted.stderr.splitlines()][-1]}")
+        interpreter = Interpreter(model_content=files[0].read_bytes(), num_threads=1)
+    interpreter.allocate_tensors()
+
+    def run(feeds: dict[str, np.ndarray[Any, Any]]) -> list[Any]:
+        for details in interpreter.get_input_details():
+            interpreter.set_tensor(details["index"], feeds[details["name"]])
+        interpreter.invoke()
+        places = {details["name"]: details["index"] for details in interpreter.get_output_details()}
+        return [interpreter.get_tensor(places[info.name]) for info in model.graph.output]
+
+    return run
+
+
+OTHER_RUNTIMES: dict[str, Callable[[onnx.ModelProto], Run]] = {"openvino": _openvino, "tvm": _tvm, "iree": _iree, "litert": _litert}
 
 
 def _of_fixed_sizes(name: str, model: onnx.ModelProto) -> Run:

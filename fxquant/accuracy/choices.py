@@ -180,7 +180,7 @@ class Choices(Mapping[str, Choice]):
                 rules[name] = self._config_of(operator, dtypes, configs)
         # A rule for a module's first call covers its other calls, too: these say what they have.
         for name, operator in operators.items():
-            if name not in rules and rules.keys() & set(prefixes(module_path(self.nodes[name]))):
+            if name not in rules and not is_inner_part(self.nodes[name]) and rules.keys() & set(prefixes(module_path(self.nodes[name]))):
                 rules[name] = self._config_of(operator, dtypes, configs)
         mapping = copy.copy(base)
         for name, config in rules.items():

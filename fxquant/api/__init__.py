@@ -4,11 +4,9 @@ preparing     `prepare` and `check`: trace a float model, and run the passes up 
 calibrating   `calibrate`: the calibration loop, and corrections of weights, biases and ranges
 converting    `convert`: run the passes from PREPARED on
 files         `export_onnx`, `save`, `load` and `dump`
-quantizing    `quantize`: all of these in one call
 """
 
 from fxquant.api.files import dump, export_onnx, load, save
 from fxquant.api.preparing import at_sizes, calibrate, check, convert, prepare
-from fxquant.api.quantizing import Result, quantize
 
-__all__ = ["Result", "at_sizes", "calibrate", "check", "convert", "dump", "export_onnx", "load", "prepare", "quantize", "save"]
+__all__ = ["at_sizes", "calibrate", "check", "convert", "dump", "export_onnx", "load", "prepare", "save"]

@@ -72,7 +72,7 @@ def export_onnx(
     batch_size     the fixed number of rows of a batch, for compilers that need every size: each input, output and inner value has a
            fixed shape, the example's, as if the model was traced with `dynamic_shapes={}`, and `verify` takes batches of this size. By
            default every size is dynamic that varies in the model.
-    runtime        what "auto" is for: "onnxruntime", as it is here ("fast" for every target), or "openvino", "tvm" or "iree" ("exact")
+    runtime        what "auto" is for: "onnxruntime" as it is here ("fast" on every target), "openvino", "tvm", "iree" or "litert" ("exact")
 
     A prepared model is written with the current weights and scales, as fxq.convert(model) would be: its grids are in the file's
     QuantizeLinear. A float model is traced in eval mode and written by PyTorch's exporter, in style "float"; onnxruntime's results are

@@ -207,7 +207,7 @@ def add_form(parser: argparse.ArgumentParser) -> None:
 
 def add_runtime(parser: argparse.ArgumentParser, purpose: str) -> None:
     """Add --runtime, the program that runs an ONNX file."""
-    names = ("onnxruntime", "openvino", "tvm", "iree")
+    names = ("onnxruntime", "openvino", "tvm", "iree", "litert")
     parser.add_argument("--runtime", choices=names, help=f"{purpose} (default: onnxruntime in several ways, and ONNX's evaluator)")
 
 

@@ -40,6 +40,8 @@ def add_quantize(commands: Any) -> None:
     )
     add_photographs(quantize)
     add_rows(quantize)
+    accuracy = "dB that every output is to have, to the float model: 16 bits for as few tensors and weights as that takes"
+    quantize.add_argument("--accuracy", type=float, metavar="DB", help=accuracy)
     quantize.add_argument("--out", default="quantized", metavar="FOLDER", help="where files are written (default: quantized)")
     add_form(quantize)
     rows = "rows of a batch of the ONNX file, which then has fixed sizes alone"

@@ -16,11 +16,14 @@ from rich.table import Table
 from torch import Tensor
 
 import fxquant as fxq
+from fxquant.accuracy.walk import inputs_of
 from fxquant.api.files import check_horizon, speed_of
 from fxquant.cli.factories import dynamic_shapes, model_named
 from fxquant.cli.photographs import samples_of
 from fxquant.errors import ConfigurationError
 from fxquant.reporting.statistics import in_decibels
+from fxquant.reporting.verdict import GOOD
+from fxquant.search.bit_widths import Widening
 from fxquant.support.arguments import FOLDER, accepted
 from fxquant.support.files import check_place, place_files, write_file
 
@@ -45,6 +48,7 @@ class Outcome:
     without_vnni: str  # what onnxruntime needs for the same numbers on x86 processors without VNNI
     speed: float | None  # of the ONNX file in onnxruntime, in times that of the float model's file; None if it was not measured
     files: Mapping[str, int]  # the size of each, in bytes, by its path in the folder
+    widened: fxq.results.Widened | None  # what has 16 bits for --accuracy; None without it
 
     def __rich__(self) -> Table:
         table = Table(title=f"{self.model} for {self.findings.target}", title_justify="left", show_header=False)
@@ -86,10 +90,12 @@ class Outcome:
             ],
             "verified": {"equal": bool(self.verified), **{name: getattr(self.verified, name) for name in COUNTED}},
             "advice": [dict(vars(each), gain=_finite(each.gain), effect=_finite(each.effect)) for each in self.compared.advice],
+            "widened": self.widened and {**{name: _finite(getattr(self.widened, name)) for name in WIDENED}, "dtypes": self.widened.dtypes},
             "files": dict(self.files),
         }
 
 
+WIDENED = ("goal", "before", "after", "cost")
 COUNTED = ("mismatches", "elements", "tensors")  # of a report
 KINDS = {"float": "operators in float", "limit": "broken limits", "host": "operators moved to the host"}
 
@@ -104,7 +110,8 @@ def run(options: argparse.Namespace) -> int:
     samples = samples_of(options, model)
     calibration, held_out = _split(samples, options)
     varying = dynamic_shapes(options.dynamic, model, samples)
-    settings = fxq.Options(adapt=options.adapt, dynamic_shapes=varying, without_vnni=options.without_vnni)
+    named = {name: getattr(options, name) for name in ("adapt", "without_vnni", "accuracy")}
+    settings = fxq.Options(dynamic_shapes=varying, **named)
     result = fxq.quantize(model, _batches(calibration, options.batch_size), options.target, mapping, options=settings)
     with tempfile.TemporaryDirectory(prefix="fxquant-") as temporary:
         folder = Path(temporary)
@@ -114,6 +121,13 @@ def run(options: argparse.Namespace) -> int:
     Console().print(outcome)
     for advice in outcome.compared.advice:
         print(advice)
+    if outcome.widened is not None:
+        print(outcome.widened)
+    elif (
+        min((each.sqnr for each in outcome.compared.outputs), default=GOOD) < GOOD and "int16" in result.prepared.meta["target"].activations
+    ):
+        held = inputs_of(result.prepared, _batches(held_out, options.batch_size), None, settings)
+        print(f"--accuracy {GOOD:.0f} would give {Widening(result.prepared, held, settings).proposed(GOOD)}")
     print(out / SUMMARY)
     if not outcome.verified:
         print(outcome.verified)
@@ -165,6 +179,8 @@ def _written(result: fxq.results.Result, folder: Path, held_out: Samples, calibr
     form = {name: getattr(options, name) for name in ("style", "opset", "runtime")}
     path = result.export(folder / MODEL, batch_size=options.fixed_batch, **form)
     fxq.save(result.integer, folder / INTEGER)
+    if result.widened is not None:
+        fxq.save_qconfig(result.widened.qconfig, folder / "qconfig.json")
     verified = result.verify(path, _batches(held_out, options.fixed_batch or options.batch_size), runtime=options.runtime)
     batches = _batches(held_out, options.batch_size)
     compared = result.compare(batches)
@@ -175,8 +191,9 @@ def _written(result: fxq.results.Result, folder: Path, held_out: Samples, calibr
     speed = speed_of(path, result.float, _batches(held_out, options.fixed_batch or options.batch_size)[0]) if options.measure else None
     metadata, findings, runtime = fxq.export.onnx_metadata(path), fxq.check(result.prepared), options.runtime or "onnxruntime"
     needed = ", ".join(f"{name}={value}" for name, value in metadata.get("session_options_without_vnni", {}).items())
-    file = metadata["style"], runtime, "other numbers with any" if metadata.get("relies_on_vnni") else needed or "none"
-    return Outcome(options.model, calibrated, _count(held_out), verified, compared, findings, operators, *file, speed, files)
+    needed = "other numbers with any" if metadata.get("relies_on_vnni") else needed or "none"
+    rest = metadata["style"], runtime, needed, speed, files, result.widened
+    return Outcome(options.model, calibrated, _count(held_out), verified, compared, findings, operators, *rest)
 
 
 def _finite(value: float) -> float | None:

@@ -541,7 +541,7 @@ def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (example_inputs,), {}
     if isinstance(example_inputs, (tuple, list)):
         return tuple(example_inputs), {}
-    if isinstance(example_inputs, dict) and all(isinstance(name, str) for name in example_inputs):
+    if isinstance(example_inputs, Mapping) and all(isinstance(name, str) for name in example_inputs):
         return (), dict(example_inputs)
     because = "forward is called with them"
     remedy = "pass a tuple of positional arguments, or a dict of keyword arguments"
@@ -607,7 +607,10 @@ def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]], c
         if made_of.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:  # torchao's quantize_ makes such, and DTensor is one
             kind = f"{made_of.__module__}.{made_of.__qualname__}"
             because = f"a {kind} replaces PyTorch's operators, and may hold other numbers than it shows"
-            remedy = "pass the float model, before quantize_ or the like; or set the parameter to its .dequantize() or .full_tensor()"
+            plain = "full_tensor" if hasattr(parameter, "full_tensor") else "dequantize"
+            parts = "for m in model.modules() for n, p in list(m.named_parameters(recurse=False))"
+            line = f"[setattr(m, n, torch.nn.Parameter(p.{plain}())) {parts}]"
+            remedy = f"pass the float model, before quantize_ or the like; or make its parameters plain: {line}"
             raise ConfigurationError(f"the model's {name} is not a plain tensor", because=because, remedy=remedy)
 
 

@@ -348,7 +348,7 @@ def verify(first: Any, second: Any, batches: Batches, *, runtime: str | None = N
 
     An ONNX file is run with all optimisations, with none, with one thread and two, and by the reference evaluator. With `runtime` it is run
     in that alone: one of these four ("onnxruntime", "onnxruntime, 2 threads", "onnxruntime, no optimisation", "reference"), or
-    "openvino", "tvm" or "iree", extras of this package, with the settings that keep bits.
+    "openvino", "tvm", "iree" or "litert", extras of this package, with the settings that keep bits.
     Inputs may be NaN and infinite. An integer model is run with its primitives and with its kernels.
     Every quantized tensor is compared, not only the outputs, byte for byte: 0.0 is not -0.0. If float
     operators lie between integer segments, each segment is fed from PyTorch and must be equal; elements that differ because of

@@ -1,28 +1,31 @@
-"""Mixed precision: the dtypes that lose least at the outputs within a budget, as a QConfigMapping."""
+"""Mixed precision: the dtypes that lose least within a budget, or reach an accuracy at the least cost, as a QConfigMapping."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from torch import fx, nn
 
-from fxquant.accuracy import BY_SAMPLES
+from fxquant import backends
+from fxquant.accuracy import BY_SAMPLES, ranks
 from fxquant.accuracy.checkpoint import Checkpoint, model_digest
 from fxquant.accuracy.choices import ACTIVATION, WEIGHT, Choices, bits
 from fxquant.accuracy.measure import decibels, outputs_of
 from fxquant.accuracy.observations import Observations, observations
 from fxquant.accuracy.ranges import method_of
-from fxquant.accuracy.step import Run
-from fxquant.accuracy.walk import inputs_of
+from fxquant.accuracy.step import CHUNK, Run
+from fxquant.accuracy.walk import HELD_OUT_OF, cut, inputs_of
 from fxquant.analysis.text import table
 from fxquant.api import calibrate, prepare
 from fxquant.errors import ConfigurationError
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import quantized_operators
-from fxquant.quantization.spec import QConfig, QConfigMapping, as_mapping
+from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, Rule, State, as_mapping
 from fxquant.search.sensitivity import METRIC, Metric, Sensitivity, calibrated, find, reference_of, score_of
+from fxquant.support import logger
 from fxquant.support.arguments import NUMBER, Kind, checked, checked_class, instance
 from fxquant.target import Roofline, Target
 
@@ -109,7 +112,7 @@ def _sides(choices: Choices, name: str, width: int) -> list[tuple[str, int]]:
     return [(dtype, bits(dtype)) for dtype in choices[name].dtypes] if name else [("", width)]
 
 
-def costs(choices: Choices, dtypes: Mapping[str, str], speed: Roofline | None = None) -> dict[str, float]:
+def costs(choices: Choices, dtypes: Mapping[str, str], speed: Roofline | None = None, limits: Sequence[str] = LIMITS) -> dict[str, float]:
     """Return the cost of these dtypes for each limit; latency only with a speed."""
 
     def is_there(name: str, dtype: str) -> bool:
@@ -394,3 +397,114 @@ def _uniform(choices: Choices, widths: Sequence[int], budget: Budget) -> list[tu
             label = f"{weights}-bit weights" + (f", {tensors}-bit tensors" if tensors else "")
             by_dtypes.setdefault(tuple(sorted(chosen.items())), (label, chosen))
     return list(by_dtypes.values())
+
+
+# ---- 16 bits where they cost least, for an accuracy ------------------------------------------------------------------
+# Integers are measured, so the estimate need only be right in the share of the noise that a choice leaves.
+NAMED = 6  # tensors that the sentence names, at most
+MARGIN = 0.8  # of the noise that an accuracy allows, which is left by estimate
+FELT = 0.01  # of the noise that is left, which a tensor has to lower where the accuracy is out of reach
+RAISES = 2  # how often a choice is extended that misses the accuracy in integers
+
+
+@dataclass(frozen=True, eq=False)
+class Widened:
+    """The tensors and weights that get 16 bits for an accuracy; prints as a sentence.
+
+    goal         the accuracy: the SQNR in dB that every output, and every part of one, is to have
+    before       the SQNR in dB of the worst of them without these 16 bits, measured in integers
+    after        the same with them: measured, or, of a proposal, expected
+    dtypes       the dtype of each by name, the most helpful first; of a weight it is the layer's name with ".weight"
+    cost         the share of time that they add on the chip, by the target's peak rates; of bit operations where it has none
+    sensitivity  the SQNR with each tensor alone quantized, estimated
+    qconfig      the mapping that has their rules
+    """
+
+    goal: float
+    before: float
+    after: float
+    dtypes: Mapping[str, str]
+    cost: float
+    sensitivity: Sensitivity
+    qconfig: QConfigMapping
+
+    def __str__(self) -> str:
+        alone = [self.sensitivity[name] for name in self.dtypes]
+        names = [f"{each.name} ({decibels(each.loss[each.dtype]):.1f} dB alone)" for each in alone[:NAMED]]
+        more = f" and {len(alone) - NAMED} more" * (len(alone) > NAMED)
+        what = f"16 bits for {', '.join(names)}{more}, {self.cost:.1%} more time by estimate: " * bool(names)
+        beyond = "; 16 bits reach no more within the target's limits" * (self.after < self.goal)
+        return f"{what}{self.before:.1f} dB become {self.after:.1f}, and {self.goal:.1f} are asked for{beyond}"
+
+
+def require_wide(target: Target, options: Options) -> None:
+    """Raise ConfigurationError where no 16 bits are there, or several ranks would each choose by samples of their own."""
+    backends.require_dtypes(target, [(Rule("option", "accuracy"), QConfig(ActivationConfig("int16")))])
+    if options.distributed and ranks.count() > 1:
+        remedy = "pass the option distributed=False, and the same batches on every rank"
+        raise ConfigurationError("several ranks reach no accuracy", because="each would choose by its own samples", remedy=remedy)
+
+
+def widen(work: Work, goal: float) -> tuple[fx.GraphModule, Widened]:
+    """Return the model prepared with the least costly dtypes that reach an accuracy in dB, or come nearest, and these dtypes."""
+    plan, allowed = Widening(work.prepared, work.samples, work.options), 10 ** (-goal / 10)
+    after, share, dtypes = plan.before, 1.0, dict[str, str]()
+    best = after, work.prepared, work.base, dtypes
+    for _ in range(1 + RAISES):
+        share *= MARGIN * allowed / after
+        if after <= allowed or dtypes == (dtypes := plan.choose(share)):
+            break
+        mapping = plan.choices.mapping(work.base, dtypes)
+        prepared = work.with_mapping(mapping)
+        after = plan.noise(prepared)
+        best = min(best, (after, prepared, mapping, dtypes), key=itemgetter(0))
+    after, prepared, mapping, dtypes = best
+    widened = replace(plan.proposed(goal, dtypes), after=decibels(after), qconfig=mapping)
+    (logger.warning if after > allowed else logger.info)("%s", widened)
+    return prepared, widened
+
+
+class Widening:
+    """Gains and costs of 16 bits for single tensors and weights of a calibrated prepared model.
+
+    before  the noise to signal ratio of the worst part of the outputs, in integers
+    gains   by name the dtype of 16 bits, and how much lower it makes the noise, by estimate, the most first
+    """
+
+    def __init__(self, prepared: fx.GraphModule, samples: list[list[Any]], options: Options) -> None:
+        chunks = cut(prepared, samples, CHUNK).chunks[:HELD_OUT_OF]
+        own = replace(options, widths=(16,), measured=False, checkpoint=None, distributed=False)
+        self.choices, self.judge = Choices(prepared, own.widths), reference_of(prepared, chunks)
+        self.before, self.sensitivity = self.noise(prepared), find(prepared, chunks, own, show_progress=False)
+        self.total, self.gains = sum(each.loss[each.dtype] for each in self.sensitivity.tensors), self.sensitivity.gains(16)
+        self.speed = prepared.meta["target"].roofline
+        self.costs = {name: self.cost({name: dtype}) for name, (dtype, _) in self.gains.items()}
+
+    def noise(self, prepared: fx.GraphModule) -> float:
+        """Return the noise to signal ratio of the worst part of the outputs of the model, prepared with any dtypes, in integers."""
+        return max(self.judge.noise(partial(outputs_of, prepared, state=State.VALIDATE)).floored)
+
+    def cost(self, dtypes: Mapping[str, str]) -> float:
+        """Return the share of time that these dtypes add by the target's peak rates, or else of bit operations."""
+        limit = "bit_operations" if self.speed is None else "latency"
+        with_them, before = (costs(self.choices, each, self.speed)[limit] for each in (dtypes, {}))
+        return with_them / before - 1 if before else 0.0
+
+    def choose(self, share: float) -> dict[str, str]:
+        """Return the dtypes of the least costly tensors and weights with which at most this share of the noise is left, by estimate."""
+        left, allowed, names = self.total, share * self.total, dict[str, float]()
+        for name, (_, gain) in sorted(self.gains.items(), key=lambda item: item[1][1] / (self.costs[item[0]] + 1e-9), reverse=True):
+            if left > allowed:
+                names[name], left = gain, left - gain
+        for name in sorted(names, key=self.costs.__getitem__, reverse=True):  # those that later ones made superfluous
+            if left + names[name] <= allowed:
+                left += names.pop(name)
+        least = FELT * left if left > allowed else 0.0  # out of reach: those that are not felt stay as they are
+        return {name: dtype for name, (dtype, _) in self.gains.items() if names.get(name, -1.0) >= least}
+
+    def proposed(self, goal: float, dtypes: Mapping[str, str] | None = None) -> Widened:
+        """Return dtypes, by default what an accuracy in dB would need by estimate, with the accuracy to be expected."""
+        chosen = self.choose(MARGIN * 10 ** (-goal / 10) / self.before) if dtypes is None else dtypes
+        left = 1 - sum(self.gains[name][1] for name in chosen) / (self.total or 1.0)
+        mapping = self.choices.mapping(QConfigMapping(), chosen)
+        return Widened(goal, decibels(self.before), decibels(self.before * left), chosen, self.cost(chosen), self.sensitivity, mapping)

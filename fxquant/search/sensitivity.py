@@ -95,6 +95,12 @@ class Sensitivity(Mapping[str, TensorSensitivity]):
         tensors = [tensor for tensor in self.tensors if losses(tensor)]
         return tuple(sorted(tensors, key=lambda tensor: max(losses(tensor)), reverse=True))
 
+    def gains(self, width: int) -> dict[str, tuple[str, float]]:
+        """Return the tensors that lose less with `width` bits, the most first, by name: that dtype, and how much less."""
+        wider = [(each, dtype) for each in self.tensors for dtype in each.loss if bits(dtype) == width and dtype != each.dtype]
+        gains = {each.name: (dtype, each.loss[each.dtype] - each.loss[dtype]) for each, dtype in wider}
+        return dict(sorted(((name, gain) for name, gain in gains.items() if gain[1] > 0), key=lambda item: item[1][1], reverse=True))
+
     def __str__(self) -> str:
         """Return the table: SQNR at the outputs in dB for each dtype, and the shares of multiply-accumulates and of current bytes."""
         dtypes = sorted({dtype for tensor in self.tensors for dtype in tensor.loss}, key=lambda dtype: (bits(dtype), dtype))

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from fxquant.accuracy import STEPS
 from fxquant.accuracy.checkpoint import Checkpoint, call_of
-from fxquant.accuracy.choices import ACTIVATION, Choices, bits
+from fxquant.accuracy.choices import ACTIVATION, Choices
 from fxquant.accuracy.measure import decibels, outputs_of
 from fxquant.accuracy.ranks import digest
 from fxquant.accuracy.simulation import taking_over
@@ -131,16 +131,10 @@ def _sixteen(state: State) -> Proposals:
         return
     work = state.untuned()
     choices = Choices(work.prepared, WIDTHS)
-    gains = {}
-    for tensor in find(work.prepared, work.samples, replace(work.options, measured=False, widths=WIDTHS), work.show).tensors:
-        if (wide := [dtype for dtype in tensor.loss if bits(dtype) == 16]) and tensor.dtype != wide[0]:
-            gains[tensor.name] = tensor.loss[tensor.dtype] - tensor.loss[wide[0]], wide[0]
-    ranked = sorted(gains, key=lambda name: gains[name][0], reverse=True)
-    count = 1
-    while count <= max(1, len(choices) // 4) and count <= len(ranked):
-        dtypes = {name: gains[name][1] for name in ranked[:count]}
+    gains = find(work.prepared, work.samples, replace(work.options, measured=False, widths=WIDTHS), work.show).gains(16)
+    for power in range(min(max(1, len(choices) // 4), len(gains)).bit_length()):
+        dtypes = {name: gains[name][0] for name in list(gains)[: 2**power]}
         yield f"int16 for {', '.join(dtypes)}", replace(state.recipe, mapping=choices.mapping(work.base, dtypes))
-        count *= 2
 
 
 def _within_budget(state: State) -> Proposals:

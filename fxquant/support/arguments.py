@@ -326,7 +326,7 @@ KINDS: dict[str, Kind] = {
     "choose_ranges": FLAG.or_none("ranges are, by 64 samples or more"),
     "integer_tail": FLAG.or_none("on a chip they are"),
     "runtime": choice(
-        "onnxruntime", "onnxruntime, 2 threads", "onnxruntime, no optimisation", "reference", "openvino", "tvm", "iree"
+        "onnxruntime", "onnxruntime, 2 threads", "onnxruntime, no optimisation", "reference", "openvino", "tvm", "iree", "litert"
     ).or_none("onnxruntime"),
     "sample": POSITIVE,
     "scale": NUMBER.or_none("it is observed"),

@@ -5,7 +5,7 @@ import functools
 import inspect
 import logging
 import weakref
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,6 +125,7 @@ TWO: dict[str, Callable[[], Any]] = {
     "nested": lambda: loader(Items(lambda image, mask, label: ((image, mask), label))),
     "nested by name": lambda: loader(Items(lambda image, mask, label: ({"image": image, "mask": mask}, label))),
     "named tuples": lambda: loader(Items(Sample)),
+    "a tokenizer's": lambda: [UserDict(image=image, mask=mask, file="a.png") for image, mask in pieces(images(), masks())],
 }
 
 PLAIN: dict[type[One], Callable[[], list[Any]]] = {
@@ -312,3 +313,7 @@ def test_verify_takes_the_same_batches(tmp_path: Path) -> None:
         assert report, name
     both: fx.GraphModule = result.prepared
     assert fxq.verify(result.integer, both, TWO["dicts"]())
+    encoded: Any = UserDict(image=images(4), mask=masks(4))  # Hugging Face's BatchEncoding is a UserDict
+    prepared = fxq.calibrate(fxq.prepare(Two(), encoded), encoded)
+    assert fxq.verify(prepared, fxq.convert(prepared), encoded)
+    assert list(fxq.check(Two(), encoded)) == list(fxq.check(Two(), dict(encoded)))

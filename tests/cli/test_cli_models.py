@@ -91,6 +91,23 @@ def test_quantize_writes_what_pythons_functions_make(capsys: pytest.CaptureFixtu
     assert "networks:Network" in Path("out/report.html").read_text(encoding="utf-8")
 
 
+def test_quantize_reaches_an_accuracy_and_says_otherwise_what_it_would_need(capsys: pytest.CaptureFixture[str]) -> None:
+    rules = fxq.save_qconfig(fxq.QConfigMapping(fxq.QConfig(fxq.ActivationConfig("int4"))), "rules.json")
+    files = ("--data", "images.npy", "--qconfig", rules, "--out", "out", "--no-report")
+    command = ("quantize", "networks:Network", *files, "--target", "nash-e")
+    assert_refused(called(capsys, *command[:-2], "--accuracy", "30", "--target", "x86"), "x86 has no int16 activations", "option accuracy")
+    assert_refused(called(capsys, *command, "--accuracy", "0"), "accuracy=0.0 is not usable")
+    shown = called(capsys, *command)[1]
+    assert re.search(r"--accuracy 30 would give 16 bits for \w+ \([\d.]+ dB alone\)", shown)
+    assert json.loads(Path("out/summary.json").read_text(encoding="utf-8"))["widened"] is None
+    assert "would give" not in called(capsys, *command, "--accuracy", "30")[1]
+    widened = json.loads(Path("out/summary.json").read_text(encoding="utf-8"))["widened"]
+    assert widened["before"] < widened["goal"] == 30 <= widened["after"]
+    again = fxq.inspect.layers(fxq.prepare(network_of("Network"), IMAGES[:1], "nash-e", fxq.load_qconfig("out/qconfig.json")))
+    dtypes = {layer.name: layer.dtype for layer in again}
+    assert {name: dtype for name, dtype in widened["dtypes"].items() if name in dtypes}.items() <= dtypes.items()
+
+
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("factory", ["made", "ready", "Holder.network"])
 def test_a_factory_is_a_class_a_function_or_a_module(factory: str, capsys: pytest.CaptureFixture[str]) -> None:

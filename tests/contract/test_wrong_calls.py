@@ -470,11 +470,23 @@ class Scaled(Tensor):
             return cls(args[0].integers)
         raise NotImplementedError(f"{func} of {cls}")
 
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        return self.integers * 0.5
+
 
 def with_scaled_weight() -> nn.Module:
     model = nn.Sequential(nn.Linear(6, 3))
     model[0].weight = nn.Parameter(Scaled(torch.ones(3, 6)), requires_grad=False)
     return model
+
+
+def test_the_line_that_makes_weights_of_torchao_plain_works() -> None:
+    model = with_scaled_weight()
+    with pytest.raises(fxq.errors.ConfigurationError) as caught:
+        fxq.prepare(model, batch())
+    exec(caught.value.remedy.partition("plain: ")[2], {"torch": torch, "model": model})
+    assert torch.equal(model[0].weight, torch.full((3, 6), 0.5))
+    assert fxq.quantize(model, [batch()]).integer(batch()).shape[-1] == 3
 
 
 TOGETHER: dict[str, Callable[[World], Any]] = {

@@ -46,6 +46,7 @@ PACKAGES = (
     "api",
     "nn",
     "search",  # methods that prepare models
+    "quantizing",  # all in one call
     "conformance",
     "",
     "compat",

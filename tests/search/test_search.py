@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.accuracy import measure
 from fxquant.accuracy.choices import Choices
 from fxquant.search import tune as tuner
-from fxquant.search.bit_widths import costs, fits, optimum, work_of
+from fxquant.search.bit_widths import Widening, costs, fits, optimum, work_of
 from fxquant.search.tune import REMEDIES, Recipe, State
 from fxquant.serialization.qconfig import written
 from tests.shared import networks as shared
@@ -301,6 +302,47 @@ def test_mixed_precision_keeps_the_budget_the_contract_and_beats_uniform_dtypes(
     assert fxq.verify(again, integer, batches)
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "mixed.onnx"), batches[:1])
     assert "chosen" in str(result)
+
+
+def test_an_accuracy_is_reached_by_the_least_costly_of_16_bits(model: nn.Module, batches: list[Tensor]) -> None:
+    plain = fxq.quantize(model, batches, "nash-e")
+    assert plain.widened is None
+    wanted = [model(batch) for batch in batches]
+    now = measure.decibels(noise(wanted, [plain.integer(batch) for batch in batches]))
+    result = fxq.quantize(model, batches, "nash-e", options=fxq.Options(accuracy=now + 6))
+    widened: Any = result.widened
+    assert widened.before == pytest.approx(now, abs=0.1)
+    assert widened.after >= widened.goal == now + 6
+    measured = measure.decibels(noise(wanted, [result.integer(batch) for batch in batches]))
+    assert measured == pytest.approx(widened.after, abs=0.1)
+    choices, speed = Choices(result.prepared, (16,)), result.prepared.meta["target"].roofline
+    assert {name: each.dtype for name, each in choices.items() if each.dtype == "int16"} == widened.dtypes
+    wide, narrow = (costs(choices, dict.fromkeys(choices, dtype), speed)["latency"] for dtype in ("int16", "int8"))
+    assert 0 < widened.cost < wide / narrow - 1
+    assert fxq.verify(result.prepared, result.integer, batches[:1])
+
+
+def test_an_accuracy_that_is_there_widens_nothing_and_one_out_of_reach_says_so(model: nn.Module, batches: list[Tensor]) -> None:
+    there: Any = fxq.quantize(model, batches, "nash-e", options=fxq.Options(accuracy=3)).widened
+    assert (there.dtypes, there.cost, there.before) == ({}, 0.0, there.after)
+    far: Any = fxq.quantize(model, iter(batches), "bayes-e", options=fxq.Options(accuracy=200, batch_fn=lambda batch: batch)).widened
+    assert far.before <= far.after < far.goal
+    assert "16 bits reach no more" in str(far)
+    for target in ("x86", "bernoulli2"):
+        with pytest.raises(fxq.FxQuantError, match=r"(?s)has no int16 activations.*option accuracy.*bayes-e, nash-e"):
+            fxq.quantize(model, batches, target, options=fxq.Options(accuracy=30))
+
+
+def test_the_widest_share_is_chosen_at_no_more_cost_than_needed(prepared: Any, batches: list[Tensor]) -> None:
+    plan = Widening(prepared, [[batch] for batch in batches], fxq.Options())
+    for share in (0.9, 0.5, 0.2):
+        dtypes = plan.choose(share)
+        gained = {name: plan.gains[name][1] for name in dtypes}
+        left = plan.total - sum(gained.values())
+        assert left <= share * plan.total
+        assert all(left + gain > share * plan.total for gain in gained.values())  # each is needed
+    proposed = plan.proposed(measure.decibels(plan.before) + 3)
+    assert proposed.before < proposed.goal <= proposed.after
 
 
 def test_tune_keeps_what_gains_and_goes_on_after_a_kill(

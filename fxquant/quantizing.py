@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,18 @@ from torch import fx, nn
 
 from fxquant import backends
 from fxquant.accuracy.observations import Observations
+from fxquant.accuracy.observations import observations as observations_of
+from fxquant.accuracy.walk import inputs_of
 from fxquant.analysis.report import Report
 from fxquant.api.files import export_onnx
 from fxquant.api.preparing import OBSERVATIONS, calibrate, convert, example_of, prepare
 from fxquant.frontend import FloatModel, float_model
+from fxquant.ir.model import SAMPLES
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, no_batches
 from fxquant.quantization.spec import QConfig, QConfigMapping, as_mapping
 from fxquant.reporting.forms import Batches, verify
+from fxquant.search.bit_widths import Widened, Work, require_wide, widen
 from fxquant.support.arguments import PATH, checked
 from fxquant.target import Target
 
@@ -30,11 +34,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Result:
-    """The result of `quantize`: the model in every form, and methods to export and verify it."""
+    """The result of `quantize`: the model in every form, what has 16 bits for an accuracy, and methods to export and verify it."""
 
     float: nn.Module
     prepared: fx.GraphModule
     integer: fx.GraphModule
+    widened: Widened | None = None
 
     @checked()
     def export(self, path: str | os.PathLike[str], **options: Any) -> Path:
@@ -73,10 +78,13 @@ def quantize(
     The arguments are those of `prepare` and `calibrate`; with the option `dynamic_shapes={}` every batch must have the size of the first.
     Sizes besides the batch that differ in a list of batches vary, as `torch.export.Dim.AUTO` lets them.
     With `observations`, batches are observed only for the scales that these cannot give.
-    Raises the errors of `prepare`, `calibrate` and `convert`.
+    With the option `accuracy` the tensors and weights have 16 bits with which the outputs reach it at the least cost (`Result.widened`).
+    Raises the errors of `prepare`, `calibrate` and `convert`, and ConfigurationError for an accuracy where a target has no 16 bits.
     """
     as_written = float_model(model)
-    backends.get(target), as_mapping(qconfig)  # before a batch is taken
+    chosen, mapping = backends.get(target), as_mapping(qconfig)  # before a batch is taken
+    if options.accuracy is not None:
+        require_wide(chosen, options)
     batches = as_batches(batches)
     iterator = iter(batches)
     try:
@@ -87,5 +95,10 @@ def quantize(
     prepared = prepare(as_written, example, target, qconfig, observations=observations, options=options)
     every = itertools.chain([first], iterator)
     calibrate(prepared, every, num_batches, only_missing=observations is not None, options=options, show_progress=show_progress)
+    widened = None
+    if options.accuracy is not None:
+        kept = prepared.__dict__[SAMPLES].inputs or inputs_of(prepared, [first], None, options)
+        now = prepared, observations_of(prepared), kept, replace(options, batch_fn=None), show_progress
+        prepared, widened = widen(Work(as_written, example, mapping, *now), options.accuracy)
     as_given: Any = model if isinstance(model, nn.Module | torch.export.ExportedProgram) else as_written
-    return Result(as_given, prepared, convert(prepared))
+    return Result(as_given, prepared, convert(prepared), widened)
