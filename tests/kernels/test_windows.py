@@ -16,7 +16,7 @@ from tests.kernels.test_kernels import IN_C, _flags, assert_same, both, choices,
 from tests.shared.networks import Network, members
 
 TARGETS = ("bayes-e", "x86", "bernoulli2")
-BYTES, WORDS, TRANSFORMED = 1, 2, 3  # what AVX2 multiplies
+BYTES, WORDS, TRANSFORMED, MOVED = 1, 2, 3, 4  # what AVX2 multiplies
 __all__ = ["no_compiler"]
 
 
@@ -119,10 +119,8 @@ def test_tiles_read_the_pixels_of_a_window_in_place(name: str, target: str, monk
     assert not answers or set(answers) == {int(reads and bool(library.fxq_has_tiles()))}
 
 
-@pytest.mark.parametrize("instructions", ["avxvnni", "avx2"])
-@pytest.mark.parametrize(("target", "ways"), [("bayes-e", [BYTES, BYTES, BYTES]), ("x86", [WORDS, BYTES, TRANSFORMED])])
-def test_weights_prove_sums_in_16_bits(target: str, ways: list[int], instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AVX2 multiplies bytes in pairs where the sums of a layer's weights, by the operand's range, fit in 16 bits; else it widens them."""
+def arranged(instructions: str, monkeypatch: pytest.MonkeyPatch) -> list[native.Sum]:
+    """Let kernels use these instructions alone; return a list that gets the sums of each layer, as its weight is arranged."""
     monkeypatch.setenv(native.INSTRUCTIONS, instructions)
     library = native.library.__wrapped__()
     if isinstance(library, str):
@@ -132,6 +130,26 @@ def test_weights_prove_sums_in_16_bits(target: str, ways: list[int], instruction
         library, "fxq_arrange", lambda place: function(place) or all_sums.append(native.Sum.from_buffer_copy(structure_at(place)))
     )
     monkeypatch.setattr(native, "library", lambda: library)
+    return all_sums
+
+
+@pytest.mark.parametrize(("target", "layer", "sizes"), [
+    ("bayes-e", nn.Linear(93, 44), (3, 25, 93)), ("x86", nn.Linear(64, 20), (5, 64)), ("bayes-e", nn.Conv2d(3, 21, 4, 4), (2, 3, 22, 19)),
+    ("x86", nn.Conv2d(8, 12, (2, 3), 1, 1), (2, 8, 9, 7)),
+])  # fmt: skip
+def test_operands_around_128_are_moved(target: str, layer: nn.Module, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """AVX2 multiplies signed bytes of an operand by weights that are too large for a proof, and apart what is too much of the operand."""
+    all_sums = arranged("avx2", monkeypatch)
+    layer.weight.data.sign_()  # type: ignore[union-attr, operator]
+    assert_kernels(nn.Sequential(layer), target, *sizes, moves=False)
+    assert not all_sums or {sums.arranged for sums in all_sums} == {MOVED}
+
+
+@pytest.mark.parametrize("instructions", ["avxvnni", "avx2"])
+@pytest.mark.parametrize(("target", "ways"), [("bayes-e", [BYTES, BYTES, BYTES]), ("x86", [WORDS, BYTES, TRANSFORMED])])
+def test_weights_prove_sums_in_16_bits(target: str, ways: list[int], instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AVX2 multiplies bytes in pairs where the sums of a layer's weights, by the operand's range, fit in 16 bits; else it widens them."""
+    all_sums = arranged(instructions, monkeypatch)
     layers = [nn.Conv2d(*shape) for shape in ((3, 20, 1), (20, 16, (1, 3)), (16, 24, (3, 1)), (24, 24, 3))]
     for index, layer in enumerate(layers):  # with weights of which few are large, as in trained layers
         layer.weight.data.normal_(generator=torch.Generator().manual_seed(index)).pow_(3)
