@@ -57,6 +57,7 @@ typedef struct {
     int64_t small; /* whether no byte of the input is above 127: a sum of two of its products with weights then fits in 16 bits */
     int64_t in_place; /* whether tiles read pixels where they lie: every run of the weight then fills whole tiles, with zeros */
     int64_t arranged, steps, runs; /* of a weight of AVX2: whether its steps are of bytes or of words, their number, and that of their runs */
+    int64_t squeezed;              /* and whether the operands are copied without the fourth channel, which is only padding */
     Window;
     int64_t whole_depth, whole_height, whole_width; /* of the output and the residual, of which these pixels are written and read: */
     int64_t first_depth, first_height, first_width, step_depth, step_height, step_width; /* the first, and every step-th after it */
@@ -326,7 +327,7 @@ static int64_t taps_of(const Sum *s) { return s->kernel_depth * s->kernel_height
 /* Of what find_pixels needs: the table, corners, places, and copies of rows that lie partly outside. */
 static size_t bytes_of_table(const Sum *s, int64_t stride) {
     int64_t taps = taps_of(s), copies = s->fused ? taps * stride * s->kernel_width * s->channels : 0;
-    return (size_t)((taps + 2) * stride) * sizeof(uint64_t) + (size_t)copies;
+    return (size_t)((taps + 2) * stride) * sizeof(uint64_t) + (size_t)copies + 64; /* vectors read beyond the last copy */
 }
 
 /* Of each pixel of a table, the element of the output at which its first channel is written. */
@@ -752,7 +753,10 @@ typedef struct {
 
 static int64_t rounded(int64_t size) { return (size + 63) / 64 * 64; }
 
-static int64_t quads_of(const Sum *s) { return taps_of(s) * (s->channels / s->groups) / QUAD * (s->fused ? s->kernel_width : 1); }
+/* The quads of a packed weight for each output channel, and those of its operands as they are copied. */
+static int64_t packed_quads(const Sum *s) { return taps_of(s) * (s->channels / s->groups) / QUAD * (s->fused ? s->kernel_width : 1); }
+
+static int64_t quads_of(const Sum *s) { return s->squeezed ? (packed_quads(s) * (QUAD - 1) + QUAD - 1) / QUAD : packed_quads(s); }
 
 static int64_t blocks_of_group(const Sum *s) { return (s->out_channels / s->groups + CHANNELS - 1) / CHANNELS; }
 
@@ -847,11 +851,35 @@ static inline __m256i halves_of(__m256i quads) {
 /* The weight of a step, from one that is packed as (group, block, tap, quad of input channels, 16 output channels, 4). */
 static const int8_t *packed_step(const Sum *s, int64_t block, int64_t quad) {
     int64_t group = block / blocks_of_group(s), own = block % blocks_of_group(s), doubles = (blocks_of_group(s) + 1) / 2;
-    return (const int8_t *)s->weight + (((group * doubles + own / 2) * quads_of(s) + quad) * 2 + own % 2) * STEP;
+    return (const int8_t *)s->weight + (((group * doubles + own / 2) * packed_quads(s) + quad) * 2 + own % 2) * STEP;
+}
+
+/* Write the weight of a step on operands as they are copied. */
+static void write_step(const Sum *s, int64_t block, int64_t quad, int8_t *to) {
+    if (!s->squeezed) {
+        memcpy(to, packed_step(s, block, quad), STEP);
+        return;
+    }
+    memset(to, 0, STEP);
+    for (int64_t i = 0; i < QUAD; i++) {
+        int64_t at = quad * QUAD + i, pixel = at / (QUAD - 1);
+        for (int64_t o = 0; o < CHANNELS && pixel < packed_quads(s); o++) to[o * QUAD + i] = packed_step(s, block, pixel)[o * QUAD + at % (QUAD - 1)];
+    }
+}
+
+/* Whether each pixel has three channels and one of padding, and the taps of a row are copied together. */
+static int may_squeeze(const Sum *s) {
+    if (s->channels != QUAD || !s->fused) return 0;
+    for (int64_t block = 0; block < blocks_of_group(s); block++)
+        for (int64_t quad = 0; quad < packed_quads(s); quad++)
+            for (int64_t o = 0; o < CHANNELS; o++)
+                if (packed_step(s, block, quad)[o * QUAD + QUAD - 1]) return 0;
+    return 1;
 }
 
 /* Where the bytes of a step lie among the operands of a pixel: the channels of each tap, one tap after another. */
 static int32_t offset_of(const Sum *s, int64_t block, int64_t quad) {
+    if (s->squeezed) return (int32_t)(quad * QUAD);
     int64_t inner = s->channels / s->groups, of_tap = quads_of(s) / taps_of(s);
     int64_t whole = s->channels * (s->fused ? s->kernel_width : 1);
     return (int32_t)(quad / of_tap * whole + block / blocks_of_group(s) * inner + quad % of_tap * QUAD);
@@ -869,7 +897,7 @@ static int64_t arrange(Sum *s, const Arranged *a, int worded) {
         for (int64_t quad = 0; quad < quads; quad++) {
             static const int8_t none[STEP];
             Waiting *step = steps + count;
-            memcpy(step->weights, packed_step(s, block, quad), STEP);
+            write_step(s, block, quad, step->weights);
             if (!EXACT && !memcmp(step->weights, none, STEP)) continue; /* as of channels that are only padding, or of another group */
             step->offset = offset_of(s, block, quad);
             total_step(step, SUMS);
@@ -1019,7 +1047,8 @@ static void move_weight(Sum *s, const Arranged *a) {
     for (int64_t block = 0; block < a->count; block++) {
         a->blocks[block] = (Block){.first = (int32_t)(block * quads), .runs = {(int32_t)quads}};
         for (int64_t quad = 0; quad < quads; quad++) {
-            const int8_t *w = packed_step(s, block, quad);
+            int8_t w[STEP];
+            write_step(s, block, quad, w);
             for (int64_t i = 0; i < STEP; i++) {
                 a->weights[(block * quads + quad) * STEP + i] = (int8_t)(w[i] ^ 128);
                 if (block * CHANNELS + i / QUAD < s->out_channels) ((int32_t *)s->bias)[block * CHANNELS + i / QUAD] += 128 * w[i];
@@ -1046,11 +1075,19 @@ int64_t fxq_bytes_arranged(const Sum *s) {
 /* Arrange the packed weight of a sum in the memory of its output, and write how that was done to the structure. */
 void fxq_arrange(Sum *s) {
 #if WORDS
+    s->squeezed = s->groups == 1 && may_squeeze(s);
     Arranged a = s->groups ? arranged_at(s, s->output) : filters_at(s, s->output);
     int64_t (*way)(Sum *, const Arranged *, int) = s->groups ? arrange : arrange_filters;
     int64_t cost = way(s, &a, 0);
     int64_t worded = EXACT && s->groups ? INT64_MAX : way(s, &a, 1), pixels = s->out_height * s->out_width;
-    if (s->groups && may_transform(s) && cost_transformed(s, &a) < pixels * least(cost, worded) && transform_weight(s, &a)) return;
+    if (s->groups && may_transform(s) && cost_transformed(s, &a) < pixels * least(cost, worded)) {
+        const int64_t squeezed = s->squeezed;
+        s->squeezed = 0;
+        a = arranged_at(s, s->output);
+        if (transform_weight(s, &a)) return;
+        s->squeezed = squeezed;
+        a = arranged_at(s, s->output);
+    }
     if (s->groups && may_move(s, &a, least(cost, worded))) {
         move_weight(s, &a);
         return;
@@ -1324,6 +1361,13 @@ INLINE void copy_run(uint8_t *to, const uint8_t *from, int64_t size, int widens)
     for (; i < size; i += 4) memcpy(to + i, from + i, 4);
 }
 
+/* Copy pixels of four bytes without the fourth. Vectors read and write up to 16 bytes more. */
+static void squeeze_run(uint8_t *to, const uint8_t *from, int64_t pixels) {
+    const __m128i order = _mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1);
+    for (int64_t i = 0; i < pixels; i += 4)
+        _mm_storeu_si128((__m128i *)(to + 3 * i), _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(from + 4 * i)), order));
+}
+
 /* Whether the operands of a pixel are that pixel of the input. */
 static int reads_pixels(const Sum *s) {
     int64_t taps = s->kernel_depth * s->kernel_height * s->kernel_width, moves = s->stride_depth * s->stride_height * s->stride_width;
@@ -1474,13 +1518,14 @@ static void sum_arranged(const Sum *s) {
     const int64_t pixels = s->batch * s->out_depth * s->out_height * s->out_width, taps = taps_of(s), widens = s->arranged == WORDED;
     const int64_t run = s->channels * (s->fused ? s->kernel_width : 1), moves = s->arranged == MOVED, in_place = reads_pixels(s) && !widens && !moves;
     const int64_t linear = reads_pixels(s) && s->step_depth * s->step_height * s->step_width == 1; /* the pixels of the result, in their order */
-    const int64_t depth = taps * run * (1 + widens), pitch = in_place ? s->channels : moves ? (depth + 31) / 32 * 32 : depth;
+    const int64_t depth = (s->squeezed ? quads_of(s) * QUAD : taps * run) * (1 + widens), pitch = in_place ? s->channels : moves ? (depth + 31) / 32 * 32 : depth;
     const int64_t fitting = KEPT / pitch / SIDE * SIDE;
     const int64_t size = fitting < FEWEST ? FEWEST : fitting > MOST ? MOST : fitting;
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
     {
         const uint8_t **table = malloc(bytes_of_table(s, size));
         uint8_t *rows = in_place ? NULL : malloc((size_t)(size * pitch + 64));
+        uint8_t *line = malloc((size_t)(quads_of(s) * QUAD + 64));
         int32_t *totals = moves ? malloc((size_t)(2 * size + SIDE) * sizeof *totals) : NULL;
         Apart *apart = moves ? malloc((size_t)((size / SIDE + 4) * pitch / QUAD) * sizeof *apart) : NULL;
 #pragma omp for
@@ -1489,7 +1534,12 @@ static void sum_arranged(const Sum *s) {
             int64_t *places = (int64_t *)places_of(s, table, size);
             if (linear) for (int64_t m = 0; m < count; m++) places[m] = (first + m) * s->out_pixel;
             else find_pixels(s, first, count, size, table);
-            for (int64_t m = 0; m < count && !in_place; m++)
+            for (int64_t m = 0; m < count && s->squeezed; m++) {
+                uint8_t *to = widens ? line : rows + m * pitch;
+                for (int64_t t = 0; t < taps; t++) squeeze_run(to + t * s->kernel_width * (QUAD - 1), table[t * size + m], s->kernel_width);
+                if (widens) copy_run(rows + m * pitch, line, depth / 2, 1);
+            }
+            for (int64_t m = 0; m < count && !in_place && !s->squeezed; m++)
                 for (int64_t t = 0; t < taps; t++) {
                     uint8_t *to = rows + m * pitch + t * run * (1 + widens);
                     const uint8_t *pixel = linear ? s->input + (first + m) * run : table[t * size + m];
@@ -1503,6 +1553,7 @@ static void sum_arranged(const Sum *s) {
         }
         free((void *)table);
         free(rows);
+        free(line);
         free(totals);
         free(apart);
     }
