@@ -91,6 +91,40 @@ static inline __attribute__((always_inline)) void sum_tile(const int rows, const
 
 static inline float nearest_even(float value) { return __builtin_rintf(value); }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+/* (a · factor + summand) >> shift within limits, of a vector. Products of words, of 16 bits, take one instruction. */
+enum { ONE, WORDS, WHOLE };
+typedef struct {
+    __m256i factor, summand, low, high;
+    __m128i shift;
+} Stage;
+
+static inline Stage stage_of(const int64_t *c) {
+    return (Stage){_mm256_set1_epi32((int32_t)c[0]), _mm256_set1_epi32((int32_t)c[1]), _mm256_set1_epi32((int32_t)c[3]),
+                   _mm256_set1_epi32((int32_t)c[4]), _mm_cvtsi32_si128((int32_t)c[2])};
+}
+
+static inline __m256i staged(const Stage *s, int multiplies, __m256i v) {
+    if (multiplies) v = multiplies == WORDS ? _mm256_madd_epi16(v, s->factor) : _mm256_mullo_epi32(v, s->factor);
+    v = _mm256_sra_epi32(_mm256_add_epi32(v, s->summand), s->shift);
+    return _mm256_min_epi32(_mm256_max_epi32(v, s->low), s->high);
+}
+
+/* Two stages, of which the second multiplies words by 15 bits; return how many of `n` numbers were computed. */
+static int64_t two_stages(const int64_t *c, int32_t *y, const int32_t *a, int64_t n) {
+    if (c[3] < INT16_MIN || c[4] > INT16_MAX || c[5] < 0 || c[5] > INT16_MAX) return 0;
+    const Stage one = stage_of(c), two = stage_of(c + 5);
+    int64_t i = 0;
+#define STAGES(HOW)                                                                                                                   \
+    for (; i + 8 <= n; i += 8)                                                                                                        \
+        _mm256_storeu_si256((__m256i *)(y + i), staged(&two, WORDS, staged(&one, HOW, _mm256_loadu_si256((const __m256i *)(a + i)))))
+    if (c[0] == 1) STAGES(ONE);
+    else STAGES(WHOLE);
+#undef STAGES
+    return i;
+}
+#endif
+
 #define LANE int32_t
 #define NAMED(NAME) NAME##_32
 #include __FILE__
@@ -179,6 +213,12 @@ static void NAMED(step)(const Step *s, LANE *y, const LANE *a, const LANE *b, in
             break;
         case AFFINE: {
             const NAMED(Affine) one = NAMED(affine_of)(s->table), two = NAMED(affine_of)((const int64_t *)s->table + 5 * (s->low - 1));
+#if defined(__AVX2__) && !defined(__AVX512F__)
+            if (s->low == 2 && sizeof(LANE) == 4) {
+                const int64_t done = two_stages(s->table, (int32_t *)y, (const int32_t *)a, n);
+                y += done, a += done, n -= done;
+            }
+#endif
             if (s->low == 2 && one.factor == 1) EACH(NAMED(affine)(&two, NAMED(limited)((a[i] + one.summand) >> one.shift, one.low, one.high)));
             else if (s->low == 2) EACH(NAMED(affine)(&two, NAMED(affine)(&one, a[i])));
             else if (one.factor == 1) EACH(NAMED(limited)((a[i] + one.summand) >> one.shift, one.low, one.high));

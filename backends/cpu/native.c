@@ -57,6 +57,7 @@ typedef struct {
     int64_t small; /* whether no byte of the input is above 127: a sum of two of its products with weights then fits in 16 bits */
     int64_t in_place; /* whether tiles read pixels where they lie: every run of the weight then fills whole tiles, with zeros */
     int64_t arranged, steps, runs; /* of a weight of AVX2: whether its steps are of bytes or of words, their number, and that of their runs */
+    int64_t squeezed;              /* and whether the operands are copied without the fourth channel, which is only padding */
     Window;
     int64_t whole_depth, whole_height, whole_width; /* of the output and the residual, of which these pixels are written and read: */
     int64_t first_depth, first_height, first_width, step_depth, step_height, step_width; /* the first, and every step-th after it */
@@ -326,7 +327,7 @@ static int64_t taps_of(const Sum *s) { return s->kernel_depth * s->kernel_height
 /* Of what find_pixels needs: the table, corners, places, and copies of rows that lie partly outside. */
 static size_t bytes_of_table(const Sum *s, int64_t stride) {
     int64_t taps = taps_of(s), copies = s->fused ? taps * stride * s->kernel_width * s->channels : 0;
-    return (size_t)((taps + 2) * stride) * sizeof(uint64_t) + (size_t)copies;
+    return (size_t)((taps + 2) * stride) * sizeof(uint64_t) + (size_t)copies + 64; /* vectors read beyond the last copy */
 }
 
 /* Of each pixel of a table, the element of the output at which its first channel is written. */
@@ -720,11 +721,17 @@ static void tiles_of(const Sum *s, int64_t group, const Operands *o, int64_t beg
    several steps, a run, are added in 16 bits; then the run's two sums of a channel are widened to 32 bits and added to its total. Bytes
    are at most 255 (127 if `small`), so a run is exact where neither the positive weights that meet in 16 bits nor the negative ones have
    a sum of magnitudes above 128 (258). Order is free: steps that fit together make a run. A step that alone does not fit becomes two,
-   which share its weights. Where so many are split that it does not pay, all bytes of a layer are widened to 16 bits: words. */
+   which share its weights. Where so many are split that it does not pay, all bytes of a layer are widened to 16 bits: words.
 
-enum { BYTES = 1, WORDED = 2, TRANSFORMED = 3 }; /* what the steps of an arranged weight multiply: see also `transform_weight` */
+   Where the bytes of an operand lie around 128, as those of int8 do, there is another way: `moved`. The weights become the bytes, by 128
+   more than they are, and the operand the signed factor, by 128 less. A step is then exact if no pair of the operand's has positive or
+   negative numbers with a sum of magnitudes above 128, whatever the weights are. Few pairs have; these are found where the operand is
+   copied, and what is too much of them is multiplied apart. What is added to the weights adds 128 times the sum of the operand. */
+
+enum { BYTES = 1, WORDED = 2, TRANSFORMED = 3, MOVED = 4 }; /* what the steps of an arranged weight multiply: see also `transform_weight` */
 enum { CHANNELS = 8, QUAD = 4, STEP = CHANNELS * QUAD, SUMS = STEP / 2 }; /* output channels, bytes, products and sums in 16 bits of a step */
 enum { LONGEST = 8, LONG = 4 };                 /* steps of a run: of filters, and of sums over channels */
+enum { NEAR = 32, SPARED = 5 };                 /* from 128, of the zero of a moved operand; instructions of a moved step, with what is apart */
 enum { FILTERS = 32 };                          /* channels of a block of filters, whose steps are two taps of each of them */
 #ifdef __AVXVNNI__
 enum { SIDE = 12, LOOKED = 1, EXACT = 1 };      /* pixels side by side; steps that are tried for a run; whether every step is exact, alone */
@@ -746,7 +753,10 @@ typedef struct {
 
 static int64_t rounded(int64_t size) { return (size + 63) / 64 * 64; }
 
-static int64_t quads_of(const Sum *s) { return taps_of(s) * (s->channels / s->groups) / QUAD * (s->fused ? s->kernel_width : 1); }
+/* The quads of a packed weight for each output channel, and those of its operands as they are copied. */
+static int64_t packed_quads(const Sum *s) { return taps_of(s) * (s->channels / s->groups) / QUAD * (s->fused ? s->kernel_width : 1); }
+
+static int64_t quads_of(const Sum *s) { return s->squeezed ? (packed_quads(s) * (QUAD - 1) + QUAD - 1) / QUAD : packed_quads(s); }
 
 static int64_t blocks_of_group(const Sum *s) { return (s->out_channels / s->groups + CHANNELS - 1) / CHANNELS; }
 
@@ -841,11 +851,35 @@ static inline __m256i halves_of(__m256i quads) {
 /* The weight of a step, from one that is packed as (group, block, tap, quad of input channels, 16 output channels, 4). */
 static const int8_t *packed_step(const Sum *s, int64_t block, int64_t quad) {
     int64_t group = block / blocks_of_group(s), own = block % blocks_of_group(s), doubles = (blocks_of_group(s) + 1) / 2;
-    return (const int8_t *)s->weight + (((group * doubles + own / 2) * quads_of(s) + quad) * 2 + own % 2) * STEP;
+    return (const int8_t *)s->weight + (((group * doubles + own / 2) * packed_quads(s) + quad) * 2 + own % 2) * STEP;
+}
+
+/* Write the weight of a step on operands as they are copied. */
+static void write_step(const Sum *s, int64_t block, int64_t quad, int8_t *to) {
+    if (!s->squeezed) {
+        memcpy(to, packed_step(s, block, quad), STEP);
+        return;
+    }
+    memset(to, 0, STEP);
+    for (int64_t i = 0; i < QUAD; i++) {
+        int64_t at = quad * QUAD + i, pixel = at / (QUAD - 1);
+        for (int64_t o = 0; o < CHANNELS && pixel < packed_quads(s); o++) to[o * QUAD + i] = packed_step(s, block, pixel)[o * QUAD + at % (QUAD - 1)];
+    }
+}
+
+/* Whether each pixel has three channels and one of padding, and the taps of a row are copied together. */
+static int may_squeeze(const Sum *s) {
+    if (s->channels != QUAD || !s->fused) return 0;
+    for (int64_t block = 0; block < blocks_of_group(s); block++)
+        for (int64_t quad = 0; quad < packed_quads(s); quad++)
+            for (int64_t o = 0; o < CHANNELS; o++)
+                if (packed_step(s, block, quad)[o * QUAD + QUAD - 1]) return 0;
+    return 1;
 }
 
 /* Where the bytes of a step lie among the operands of a pixel: the channels of each tap, one tap after another. */
 static int32_t offset_of(const Sum *s, int64_t block, int64_t quad) {
+    if (s->squeezed) return (int32_t)(quad * QUAD);
     int64_t inner = s->channels / s->groups, of_tap = quads_of(s) / taps_of(s);
     int64_t whole = s->channels * (s->fused ? s->kernel_width : 1);
     return (int32_t)(quad / of_tap * whole + block / blocks_of_group(s) * inner + quad % of_tap * QUAD);
@@ -863,7 +897,7 @@ static int64_t arrange(Sum *s, const Arranged *a, int worded) {
         for (int64_t quad = 0; quad < quads; quad++) {
             static const int8_t none[STEP];
             Waiting *step = steps + count;
-            memcpy(step->weights, packed_step(s, block, quad), STEP);
+            write_step(s, block, quad, step->weights);
             if (!EXACT && !memcmp(step->weights, none, STEP)) continue; /* as of channels that are only padding, or of another group */
             step->offset = offset_of(s, block, quad);
             total_step(step, SUMS);
@@ -1001,6 +1035,31 @@ static int64_t arrange_filters(Sum *s, const Arranged *a, int worded) {
 }
 #endif
 
+#if WORDS
+/* Whether steps are moved: the operand's zero, which lies outside, is near 128, and it costs less than other ways, `cost` at least. */
+static int may_move(const Sum *s, const Arranged *a, int64_t cost) {
+    return !EXACT && s->groups == 1 && abs((int)*s->outside - 128) <= NEAR && SPARED * a->count * quads_of(s) < cost;
+}
+
+/* Write the weights 128 more than they are, and to the bias what the operand adds that is 128 less. */
+static void move_weight(Sum *s, const Arranged *a) {
+    int64_t quads = quads_of(s);
+    for (int64_t block = 0; block < a->count; block++) {
+        a->blocks[block] = (Block){.first = (int32_t)(block * quads), .runs = {(int32_t)quads}};
+        for (int64_t quad = 0; quad < quads; quad++) {
+            int8_t w[STEP];
+            write_step(s, block, quad, w);
+            for (int64_t i = 0; i < STEP; i++) {
+                a->weights[(block * quads + quad) * STEP + i] = (int8_t)(w[i] ^ 128);
+                if (block * CHANNELS + i / QUAD < s->out_channels) ((int32_t *)s->bias)[block * CHANNELS + i / QUAD] += 128 * w[i];
+            }
+            a->offsets[block * quads + quad] = (int32_t)(quad * QUAD);
+        }
+    }
+    s->arranged = MOVED, s->steps = a->count * quads, s->runs = 0;
+}
+#endif
+
 /* The bytes that a weight takes once it is arranged, and at most before it is; 0 where it stays as it is packed. */
 int64_t fxq_bytes_arranged(const Sum *s) {
 #if WORDS
@@ -1016,11 +1075,23 @@ int64_t fxq_bytes_arranged(const Sum *s) {
 /* Arrange the packed weight of a sum in the memory of its output, and write how that was done to the structure. */
 void fxq_arrange(Sum *s) {
 #if WORDS
+    s->squeezed = s->groups == 1 && may_squeeze(s);
     Arranged a = s->groups ? arranged_at(s, s->output) : filters_at(s, s->output);
     int64_t (*way)(Sum *, const Arranged *, int) = s->groups ? arrange : arrange_filters;
     int64_t cost = way(s, &a, 0);
     int64_t worded = EXACT && s->groups ? INT64_MAX : way(s, &a, 1), pixels = s->out_height * s->out_width;
-    if (s->groups && may_transform(s) && cost_transformed(s, &a) < pixels * least(cost, worded) && transform_weight(s, &a)) return;
+    if (s->groups && may_transform(s) && cost_transformed(s, &a) < pixels * least(cost, worded)) {
+        const int64_t squeezed = s->squeezed;
+        s->squeezed = 0;
+        a = arranged_at(s, s->output);
+        if (transform_weight(s, &a)) return;
+        s->squeezed = squeezed;
+        a = arranged_at(s, s->output);
+    }
+    if (s->groups && may_move(s, &a, least(cost, worded))) {
+        move_weight(s, &a);
+        return;
+    }
     if (worded >= cost || s->arranged == TRANSFORMED) way(s, &a, worded < cost);
 #else
     (void)s;
@@ -1079,12 +1150,88 @@ INLINE void add_words(const int pixels, int32_t steps, const uint8_t *const *x, 
     }
 }
 
+/* What is too much in four bytes of the operands of a tile, where they are moved. */
+typedef struct {
+    int32_t step;
+    int8_t rest[SIDE][QUAD];
+} Apart;
+
 /* The operands of pixels: `pitch` bytes from one to the next. */
 typedef struct {
     const uint8_t *rows;
     const int64_t *places;
     int64_t pitch;
+    int32_t *totals;    /* where operands are moved, what each pixel adds to all sums */
+    Apart *apart;       /* and what is too much, of one tile after another, */
+    int32_t *starts;    /* from here on for each tile */
 } Pixels;
+
+static int64_t next_tile(int64_t count) { return count >= SIDE ? SIDE : count >= 4 ? 4 : 1; }
+
+/* The sums of steps whose weights are bytes and whose operands are signed. */
+INLINE void add_moved(const int pixels, int64_t steps, const uint8_t *const *x, const int8_t *w, const Apart *apart, const Apart *end, __m256i *sums) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    const int8_t *weights = w;
+    for (int64_t at = 0; at < steps * QUAD; at += QUAD, w += STEP) {
+        const __m256i factors = _mm256_loadu_si256((const __m256i *)w);
+#pragma GCC unroll 12
+        for (int m = 0; m < pixels; m++) {
+            int32_t word;
+            memcpy(&word, x[m] + at, 4);
+            sums[m] = _mm256_add_epi32(sums[m], _mm256_madd_epi16(_mm256_maddubs_epi16(factors, _mm256_set1_epi32(word)), ones));
+        }
+    }
+    for (; apart < end; apart++) {
+        const __m256i factors = _mm256_loadu_si256((const __m256i *)(weights + apart->step * STEP));
+#pragma GCC unroll 12
+        for (int m = 0; m < pixels; m++) {
+            int32_t word;
+            memcpy(&word, apart->rest[m], 4);
+            sums[m] = _mm256_add_epi32(sums[m], _mm256_madd_epi16(_mm256_maddubs_epi16(factors, _mm256_set1_epi32(word)), ones));
+        }
+    }
+}
+
+/* Make the bytes of `count` pixels signed, 128 less, and part what is too much of them. Rows are whole vectors. */
+static void move_rows(uint8_t *rows, int64_t count, const Pixels *p) {
+    const __m256i half = _mm256_set1_epi8((char)128), ones = _mm256_set1_epi8(1), most = _mm256_set1_epi16(128), zero = _mm256_setzero_si256();
+    Apart *apart = p->apart;
+    int64_t tile = 0;
+    for (int64_t first = 0, pixels; first < count; first += pixels) {
+        pixels = next_tile(count - first);
+        p->starts[tile++] = (int32_t)(apart - p->apart);
+        uint8_t *row = rows + first * p->pitch;
+        __m256i totals[SIDE];
+        for (int64_t m = 0; m < pixels; m++) totals[m] = zero;
+        for (int64_t at = 0; at < p->pitch; at += 32) {
+            uint32_t masks[SIDE], any = 0;
+            for (int64_t m = 0; m < pixels; m++) {
+                __m256i *place = (__m256i *)(row + m * p->pitch + at), bytes = _mm256_loadu_si256(place), x = _mm256_xor_si256(bytes, half);
+                totals[m] = _mm256_add_epi64(totals[m], _mm256_sad_epu8(bytes, zero));
+                _mm256_storeu_si256(place, x);
+                const __m256i above = _mm256_maddubs_epi16(_mm256_max_epi8(x, zero), ones);
+                const __m256i below = _mm256_maddubs_epi16(_mm256_abs_epi8(_mm256_min_epi8(x, zero)), ones);
+                any |= masks[m] = (uint32_t)_mm256_movemask_epi8(_mm256_cmpgt_epi16(_mm256_max_epi16(above, below), most));
+            }
+            for (int64_t k = 0; any; k++, any >>= QUAD) {
+                if (!(any & 15)) continue;
+                apart->step = (int32_t)(at / QUAD + k);
+                for (int64_t m = 0; m < pixels; m++)
+                    for (int64_t i = 0; i < QUAD; i++) {
+                        int8_t *x = (int8_t *)row + m * p->pitch + at + QUAD * k + i, kept = (int8_t)(masks[m] >> (QUAD * k) & 15 ? *x / 2 : *x);
+                        apart->rest[m][i] = (int8_t)(*x - kept);
+                        *x = kept;
+                    }
+                apart++;
+            }
+        }
+        for (int64_t m = 0; m < pixels; m++) {
+            const __m128i both = _mm_add_epi64(_mm256_castsi256_si128(totals[m]), _mm256_extracti128_si256(totals[m], 1));
+            p->totals[first + m] = (int32_t)(-128 * (_mm_cvtsi128_si64(both) + _mm_extract_epi64(both, 1) - 128 * p->pitch));
+        }
+    }
+    p->starts[tile] = (int32_t)(apart - p->apart);
+}
 
 /* Finish the sums of `pixels` pixels by eight channels, or by fewer: `to` says where these pixels are written. */
 INLINE void finish_tile(const Sum *s, const int pixels, const int64_t *to, int64_t channel, int64_t channels, const __m256i *sums) {
@@ -1119,7 +1266,12 @@ INLINE void tile_of(const Sum *s, const int pixels, const Arranged *a, const Blo
         __asm__("" : "+r"(x[i])); /* stays in a register of its own, in place of an addition for each operand */
     }
     if (s->arranged == WORDED) add_words(pixels, own->runs[0], x, offsets, weights, sums);
-    else {
+    else if (!EXACT && s->arranged == MOVED) {
+        const int64_t tile = m / SIDE + m % SIDE / 4 + m % 4;
+#pragma GCC unroll 12
+        for (int i = 0; i < pixels; i++) sums[i] = _mm256_add_epi32(sums[i], _mm256_set1_epi32(from->totals[m + i]));
+        add_moved(pixels, own->runs[0], x, weights, from->apart + from->starts[tile], from->apart + from->starts[tile + 1], sums);
+    } else {
         if (!EXACT) add_runs(4, pixels, own->runs[3], x, &offsets, &weights, sums);
         if (!EXACT) add_runs(3, pixels, own->runs[2], x, &offsets, &weights, sums);
         if (!EXACT) add_runs(2, pixels, own->runs[1], x, &offsets, &weights, sums);
@@ -1207,6 +1359,13 @@ INLINE void copy_run(uint8_t *to, const uint8_t *from, int64_t size, int widens)
     for (; i + 32 <= size; i += 32) _mm256_storeu_si256((__m256i *)(to + i), _mm256_loadu_si256((const __m256i *)(from + i)));
     for (; i + 16 <= size; i += 16) _mm_storeu_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
     for (; i < size; i += 4) memcpy(to + i, from + i, 4);
+}
+
+/* Copy pixels of four bytes without the fourth. Vectors read and write up to 16 bytes more. */
+static void squeeze_run(uint8_t *to, const uint8_t *from, int64_t pixels) {
+    const __m128i order = _mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1);
+    for (int64_t i = 0; i < pixels; i += 4)
+        _mm_storeu_si128((__m128i *)(to + 3 * i), _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(from + 4 * i)), order));
 }
 
 /* Whether the operands of a pixel are that pixel of the input. */
@@ -1357,31 +1516,46 @@ enum { KEPT = 1 << 17, FEWEST = 24, MOST = 192 }; /* KEPT: bytes of operands tha
 static void sum_arranged(const Sum *s) {
     const Arranged a = arranged_at(s, (void *)s->weight);
     const int64_t pixels = s->batch * s->out_depth * s->out_height * s->out_width, taps = taps_of(s), widens = s->arranged == WORDED;
-    const int64_t run = s->channels * (s->fused ? s->kernel_width : 1), in_place = reads_pixels(s) && !widens;
-    const int64_t linear = in_place && s->step_depth * s->step_height * s->step_width == 1; /* the pixels of the result, in their order */
-    const int64_t pitch = in_place ? s->channels : taps * run * (1 + widens), fitting = KEPT / pitch / SIDE * SIDE;
+    const int64_t run = s->channels * (s->fused ? s->kernel_width : 1), moves = s->arranged == MOVED, in_place = reads_pixels(s) && !widens && !moves;
+    const int64_t linear = reads_pixels(s) && s->step_depth * s->step_height * s->step_width == 1; /* the pixels of the result, in their order */
+    const int64_t depth = (s->squeezed ? quads_of(s) * QUAD : taps * run) * (1 + widens), pitch = in_place ? s->channels : moves ? (depth + 31) / 32 * 32 : depth;
+    const int64_t fitting = KEPT / pitch / SIDE * SIDE;
     const int64_t size = fitting < FEWEST ? FEWEST : fitting > MOST ? MOST : fitting;
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
     {
         const uint8_t **table = malloc(bytes_of_table(s, size));
         uint8_t *rows = in_place ? NULL : malloc((size_t)(size * pitch + 64));
+        uint8_t *line = malloc((size_t)(quads_of(s) * QUAD + 64));
+        int32_t *totals = moves ? malloc((size_t)(2 * size + SIDE) * sizeof *totals) : NULL;
+        Apart *apart = moves ? malloc((size_t)((size / SIDE + 4) * pitch / QUAD) * sizeof *apart) : NULL;
 #pragma omp for
         for (int64_t first = 0; first < pixels; first += size) {
             int64_t count = least(size, pixels - first);
             int64_t *places = (int64_t *)places_of(s, table, size);
             if (linear) for (int64_t m = 0; m < count; m++) places[m] = (first + m) * s->out_pixel;
             else find_pixels(s, first, count, size, table);
-            for (int64_t m = 0; m < count && !in_place; m++)
+            for (int64_t m = 0; m < count && s->squeezed; m++) {
+                uint8_t *to = widens ? line : rows + m * pitch;
+                for (int64_t t = 0; t < taps; t++) squeeze_run(to + t * s->kernel_width * (QUAD - 1), table[t * size + m], s->kernel_width);
+                if (widens) copy_run(rows + m * pitch, line, depth / 2, 1);
+            }
+            for (int64_t m = 0; m < count && !in_place && !s->squeezed; m++)
                 for (int64_t t = 0; t < taps; t++) {
                     uint8_t *to = rows + m * pitch + t * run * (1 + widens);
-                    if (widens) copy_run(to, table[t * size + m], run, 1);
-                    else copy_run(to, table[t * size + m], run, 0);
+                    const uint8_t *pixel = linear ? s->input + (first + m) * run : table[t * size + m];
+                    if (widens) copy_run(to, pixel, run, 1);
+                    else copy_run(to, pixel, run, 0);
                 }
-            const Pixels from = {in_place ? s->input + first * pitch : rows, places, pitch};
+            const Pixels from = {in_place ? s->input + first * pitch : rows, places, pitch, totals, apart, totals + size};
+            for (int64_t m = 0; m < count && moves; m++) memset(rows + m * pitch + depth, 128, (size_t)(pitch - depth));
+            if (moves) move_rows(rows, count, &from);
             for (int64_t block = 0; block < a.count; block += blocks_at(s, &a, block, &from, count)) {}
         }
         free((void *)table);
         free(rows);
+        free(line);
+        free(totals);
+        free(apart);
     }
 }
 #endif
@@ -1516,7 +1690,7 @@ void fxq_product(const Product *p) {
         set_one_pixel(&sum);
         sum.out_channels = sum.out_pixel = p->columns;
 #if WORDS
-        sum.arranged = EXACT ? BYTES : WORDED;
+        sum.arranged = EXACT ? BYTES : labs(p->input_zero - 128) <= NEAR ? MOVED : WORDED;
         const Arranged arranged = arranged_at(&sum, malloc((size_t)fxq_bytes_arranged(&sum)));
         sum.weight = arranged.blocks;
         for (int64_t block = 0; block < arranged.count; block++) {
@@ -1553,10 +1727,16 @@ void fxq_product(const Product *p) {
                 __m256i eight = _mm256_loadu_si256((const __m256i *)(weight + i * STEP));
                 if (block >= arranged.count) continue;
                 __m256i *to = (__m256i *)(arranged.weights + (block * quads + i / 2 % quads) * STEP);
-                _mm256_storeu_si256(to, EXACT ? eight : halves_of(eight));
+                if (sum.arranged == MOVED) eight = _mm256_xor_si256(eight, _mm256_set1_epi8((char)128));
+                _mm256_storeu_si256(to, sum.arranged == WORDED ? halves_of(eight) : eight);
             }
 #endif
-            for (int64_t n = 0; n < p->columns; n++) bias[n] *= -(int32_t)p->input_zero;
+#if WORDS
+            const int32_t taken = sum.arranged == MOVED ? 128 : 0; /* from the operand, where its sum is computed */
+#else
+            const int32_t taken = 0;
+#endif
+            for (int64_t n = 0; n < p->columns; n++) bias[n] *= taken - (int32_t)p->input_zero;
             sum.output = p->output + item * p->rows * p->columns;
             fxq_convolution(&sum);
             if (p->other_zero)

@@ -64,7 +64,7 @@ class Sum(ctypes.Structure):
 
     _fields_ = [
         *fields(_pointer, "input residual outside weight bias output"),
-        *fields(_int64, "batch channels out_channels out_pixel groups threads fused small in_place arranged steps runs"),
+        *fields(_int64, "batch channels out_channels out_pixel groups threads fused small in_place arranged steps runs squeezed"),
         *_WINDOW,
         *((f"{name}_{side}", _int64) for name in ("whole", "first", "step") for side in AREA),
         ("epilogue", Epilogue),

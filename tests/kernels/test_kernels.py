@@ -174,18 +174,11 @@ def test_constants_and_inputs_are_returned_by_every_run() -> None:
     assert torch.equal(integer(images(2, 3, 6, 6))[0], anchors)
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    channels=st.integers(1, 20), out=st.integers(1, 40), size=st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    taps=st.tuples(st.integers(1, 4), st.integers(1, 4)), stride=st.tuples(st.integers(1, 3), st.integers(1, 2)),
-    padding=st.tuples(st.integers(0, 3), st.integers(0, 3)), dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
-    kind=st.sampled_from(("plain", "depthwise", "groups")), target=st.sampled_from(TARGETS), batch=st.integers(1, 3),
-    bias=st.booleans(), clamp=st.booleans(),
-)  # fmt: skip
-def test_sums_of_products(
+def sums_of_products(
     channels: int, out: int, size: Any, taps: Any, stride: Any, padding: Any, dilation: Any, kind: str, target: str, batch: int,
-    bias: bool, clamp: bool,
+    bias: bool, clamp: bool, signed: bool, instructions: str,
 ) -> None:  # fmt: skip
+    """A layer has the bits of its primitives in the kernels of a set of instructions, also where each operand is at an end of its range."""
     reach = [around * 2 + length - spread * (tap - 1) for around, length, spread, tap in zip(padding, size, dilation, taps, strict=True)]
     if min(reach) < 1:
         return
@@ -194,11 +187,34 @@ def test_sums_of_products(
     conv = nn.Conv2d(channels, out, taps, stride, padding, dilation, groups, bias)
     with torch.no_grad():
         conv.weight[0] = conv.weight[0].sign()  # sums as large as they can be
-    model = nn.Sequential(conv, nn.ReLU()) if clamp else nn.Sequential(conv)
-    integer, reference = both(model, target, ordinary(2, channels, *size))
-    x = images(batch, channels, *size)
-    assert_same(integer, reference, x, runs=1)
-    assert_same(integer, reference, x.sign() * 100, runs=1)  # every operand at an end of its range
+    model = nn.Sequential(*[nn.ReLU()] * (not signed), conv, *[nn.ReLU()] * clamp)
+    with pytest.MonkeyPatch.context() as patch:
+        limited = limited_to(instructions)
+        patch.setattr(native, "library", lambda: limited)
+        integer, reference = both(model, target, ordinary(2, channels, *size))
+        x = images(batch, channels, *size)
+        assert_same(integer, reference, x, runs=1)
+        assert_same(integer, reference, x.sign() * 100, runs=1)
+        assert [name for name, choice in choices(integer).items() if choice.disagrees] == []
+
+
+@functools.cache
+def limited_to(instructions: str, compiled: Callable[[], Any] = native.library.__wrapped__) -> Any:
+    """The kernels in C for a set of instructions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(native.INSTRUCTIONS, instructions)
+        return compiled()
+
+
+random_layers = given(
+    channels=st.integers(1, 20), out=st.integers(1, 40), size=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    taps=st.tuples(st.integers(1, 4), st.integers(1, 4)), stride=st.tuples(st.integers(1, 3), st.integers(1, 2)),
+    padding=st.tuples(st.integers(0, 3), st.integers(0, 3)), dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    kind=st.sampled_from(("plain", "depthwise", "groups")), target=st.sampled_from(TARGETS), batch=st.integers(1, 3),
+    bias=st.booleans(), clamp=st.booleans(), signed=st.booleans(), instructions=st.sampled_from([*native.LIMITS]),
+)  # fmt: skip
+test_sums_of_products = settings(max_examples=12, deadline=None)(random_layers(sums_of_products))
+test_many_sums_of_products = pytest.mark.nightly(settings(max_examples=300, deadline=None)(random_layers(sums_of_products)))
 
 
 @settings(max_examples=5, deadline=None)
