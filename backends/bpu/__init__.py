@@ -37,6 +37,7 @@ CHIP = FixedArithmetic(
     smallest_at_larger_scale=True,
     leaves_out_clamps=True,
     float32_tables=True,
+    segments=True,
     residual_bits=15,
     shifted_sums=ShiftedSums(),
     multiplies_by_layers=True,

@@ -72,6 +72,7 @@ class Arithmetic:
     smallest_at_larger_scale: bool = False  # whether the smaller of two tensors is found on the larger of their scales, not on its own
     leaves_out_clamps: bool = False  # whether a clamp to ±127 steps or more is, and the upper limit of a layer that ends at 0
     float32_tables: bool = False  # whether a table's entries are float32 quotients, rounded half away from zero
+    segments: bool = False  # whether the table of a 16-bit operand has the integers of six small tables between two straight lines
     # Whether the step of a product is the float32 product of two scales, rounded, instead of the exact one, and the scale s of a weight is
     # f32(f32(127 · s) / 127): the compiler reads the threshold 127 · s.
     float32_steps: bool = False
