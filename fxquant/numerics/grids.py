@@ -469,7 +469,7 @@ def by_segments(form: Segments, scale: Tensor, output: Grid, integers: Tensor) -
     per_table = torch.full_like(knots[1:], STEP * LAST) / torch.diff(knots)  # a number over a tensor would be rounded twice
     inner = per_table * scale, -knots[:-1] * per_table
     multiplier, bias, right = _in_short(*(torch.cat([o[:1], i, o[1:]]) for o, i in zip(outer, inner, strict=True)))
-    place = integers.abs() if form.parity else integers
+    place = integers.abs().clamp_max(32767) if form.parity else integers
     segment = torch.searchsorted(round_away(knots / scale).long(), place)
     value = place * multiplier[segment] + bias[segment]
     value = (value + ((1 << right[segment]) >> 1)) >> right[segment]

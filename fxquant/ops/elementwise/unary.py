@@ -230,8 +230,8 @@ def _tanh32(x: Tensor) -> Tensor:
 
 
 def _power(exponent: float) -> Segments | None:
-    parity = (1, -1)[int(exponent) % 2] if exponent == int(exponent) else 0
-    return None if exponent < 0 else Segments(_once(lambda x: torch.pow(x, exponent)), parity)
+    whole = exponent > 0 and exponent == int(exponent)
+    return Segments(_once(lambda x: torch.pow(x, exponent)), (1, -1)[int(exponent) % 2]) if whole else None
 
 
 SEGMENTS.update(
