@@ -44,7 +44,8 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
         because = _why_whole(node, composite, arguments) or (None if config.dynamic else needed.get(node))
         if not because:
             activations = (*context.target.activations, *(context.target.recurrent if composite.recurs else ()))
-            build = Builder(composite.name, node, activations, real=config.dynamic, normalizes_items=context.target.normalizes_items)
+            facts_of_target = {"normalizes_items": context.target.normalizes_items, "segments": context.target.arithmetic.segments}
+            build = Builder(composite.name, node, activations, real=config.dynamic, **facts_of_target)
             result: Any = None
             because = None
             try:

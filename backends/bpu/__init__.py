@@ -37,6 +37,8 @@ CHIP = FixedArithmetic(
     smallest_at_larger_scale=True,
     leaves_out_clamps=True,
     float32_tables=True,
+    segments=True,
+    largest_of_products=2**15 - 2,
     residual_bits=15,
     shifted_sums=ShiftedSums(),
     multiplies_by_layers=True,
@@ -47,6 +49,7 @@ CHIP = FixedArithmetic(
 )
 CHIP_8 = replace(
     CHIP,
+    largest_of_products=None,
     roundings={LAYER: "floor", SUM: "floor", PRODUCT: "nearest_half_step"},
     bias_bits=16,
     residual_bits=0,

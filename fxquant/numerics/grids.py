@@ -388,6 +388,100 @@ def _table_entry(function: Callable[[float], float] | None, x: float, output_sca
     return min(max(round_half_up(value), output.low), output.high)
 
 
+# ---- Functions of 16 bits by segments: six tables between two straight lines ------------------------------------------
+PLACES = 256  # distances between the places at which the slope's changes are compared
+TABLES, LAST, STEP = 6, 63, 256  # tables; the last entry of each; positions from one entry to the next
+LEAST = 1e-6  # the smallest operand of a function with a pole at 0
+OVERFLOW = 2.0**31  # an entry of this many steps and above becomes the lowest integer
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A unary function as a chip evaluates it to find the segments that replace it.
+
+    function  computes it on float32 tensors, rounding to float32 as the chip's compiler does
+    parity    1 for an even function and -1 for an odd one, which are computed of magnitudes; 0 for any other
+    bends     the interval outside of which it is a straight line
+    pole      returns the operand, float32, at which it reaches a value, for a function that has a pole at 0; None for any other
+    """
+
+    function: Callable[[Tensor], Tensor]
+    parity: int = 0
+    bends: Interval = EVERYTHING
+    pole: Callable[[Tensor], Tensor] | None = None
+
+
+def evenly(start: Tensor, stop: Tensor, parts: int) -> Tensor:
+    """Return parts + 1 float32 numbers from `start` to `stop` in a new last dimension, at even distances rounded to float32."""
+    distance = ((stop - start) / parts).unsqueeze(-1)
+    numbers = start.unsqueeze(-1) + torch.arange(parts + 1, dtype=torch.float32, device="cpu") * distance
+    numbers[..., -1] = stop
+    return numbers
+
+
+def _knots(form: Segments, first: Tensor, last: Tensor) -> Tensor:
+    """Return the ends of the tables, 7 float32 numbers: between two of them the function's slope changes by a sixth of its whole change."""
+    places = evenly(first, last, PLACES)
+    changes = form.function(places).diff(n=2).abs().double().cumsum(0).float()
+    reached = torch.searchsorted(changes / changes[-1], torch.arange(1, TABLES, device="cpu") / TABLES) + 2
+    ends = [0, *(min(place, PLACES) for place in reached.tolist()), PLACES]
+    knots, before = [first], 0
+    while before < TABLES:  # tables that would end at one place share what is before it
+        after = max(index for index, end in enumerate(ends) if end == ends[before + 1])
+        knots += evenly(places[ends[before]], places[ends[after]], after - before)[1:].unbind()
+        before = after
+    return torch.stack(knots)
+
+
+def _in_short(slope: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
+    """Return v = (q · multiplier + (bias << left)) / 2^right for v = slope · q + offset, int64: multiplier and bias of 16 bits."""
+    slope, offset = slope.double().nan_to_num(0, 0, 0), offset.double().nan_to_num(0, 0, 0)
+    right = torch.where(slope == 0, 15, (15 - torch.frexp(slope)[1]).clamp(0, 16)).long()
+    multiplier = round_away(slope * power_of_two(right)).clamp(-32767, 32767).long()
+    shifts = torch.frexp(offset * power_of_two(right))[1].long() - 15
+    lowered = torch.minimum((shifts - 15).clamp_min(0), right)
+    multiplier, right = multiplier >> lowered, right - lowered
+    left = (shifts - lowered).clamp(0, 15)
+    bias = round_away(offset * power_of_two(right - left)).clamp(-32767, 32767).long()
+    return multiplier, bias << left, right
+
+
+def by_segments(form: Segments, scale: Tensor, output: Grid, integers: Tensor) -> Tensor:
+    """Return the integers of a unary function of int16 integers, int64, on a scale, in the output's storage, by the chip's segments."""
+    scale, step = scale.cpu(), output.scale.cpu()
+    low, high = (torch.tensor(end, dtype=torch.float32, device="cpu") for end in (0.0 if form.parity else -32768.0, 32767.0))
+    low, high = low * scale, high * scale
+    first, last = low.clamp_min(form.bends[0]), high.clamp_max(form.bends[1])
+    if form.pole is not None:
+        low, first = torch.full_like(low, LEAST), form.pole(output.high * step).clamp_min(0)
+    knots = _knots(form, first, last)
+    points = evenly(knots[:-1], knots[1:], LAST)
+    values = form.function(points)
+    entries = values / step
+    overflows, entries = entries >= OVERFLOW, round_away(entries).nan_to_num(0).clamp(output.low, output.high).long()
+    entries[overflows] = output.low
+    # The straight lines, each through two points: those of the first and of the last entries, or of the ends of what lies outside.
+    below, above = torch.stack([low, first]), torch.stack([last, high])
+    ends = points[0, :2] if low >= first or form.function(low).isnan() else below, points[-1, -2:] if high <= last else above
+    slopes = torch.stack([torch.diff(form.function(two))[0] / torch.diff(two)[0] for two in ends])
+    at = torch.stack([first, last])
+    outer = slopes / step * scale, (form.function(at) - slopes * at) / step
+    per_table = torch.full_like(knots[1:], STEP * LAST) / torch.diff(knots)  # a number over a tensor would be rounded twice
+    inner = per_table * scale, -knots[:-1] * per_table
+    multiplier, bias, right = _in_short(*(torch.cat([o[:1], i, o[1:]]) for o, i in zip(outer, inner, strict=True)))
+    place = integers.abs().clamp_max(32767) if form.parity else integers
+    segment = torch.searchsorted(round_away(knots / scale).long(), place)
+    value = place * multiplier[segment] + bias[segment]
+    value = (value + ((1 << right[segment]) >> 1)) >> right[segment]
+    position = value.clamp(0, STEP * LAST)
+    entry = (position // STEP).clamp_max(LAST - 1)
+    beyond, row = position - STEP * entry, (segment - 1).clamp(0, TABLES - 1)
+    between = (entries[row, entry] * (STEP - beyond) + entries[row, entry + 1] * beyond + STEP // 2) // STEP
+    result = torch.where((segment == 0) | (segment == TABLES + 1), value, between).clamp(output.low, output.high)
+    signed = torch.where(integers < 0, form.parity * result, result) if form.parity else result
+    return signed.clamp(output.low, output.high).to(output.type.storage)
+
+
 def accumulator_bound(weight: Tensor, bias: Tensor | None, axis: int, input_magnitude: int) -> Tensor:
     """Return the largest |accumulator| any input can cause, per output channel: Σ|w| · max|x| + |bias| (float64, exact below 2^53).
 

@@ -15,6 +15,7 @@ They are found in the graph, not in the values: such a mask is computed from boo
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from fxquant.ir.graph import BatchDim, TensorFact, is_parameter, parameter_value
 from fxquant.ops.core import NORMED, WIDE, Builder, Fixed, Operator, Trait, composite, fact, sample, sampled, taking, written
 from fxquant.ops.core.casting import in_dtype, made_number, to_real
 from fxquant.ops.core.places import constant_value
-from fxquant.ops.core.record import OPERATORS, Same, calls, has_weights, operator_of, register
+from fxquant.ops.core.record import OPERATORS, Own, Same, calls, has_weights, operator_of, register
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.comparison import amax, amin, minimum, where
@@ -271,14 +272,25 @@ register("finely", finely, ("input",), lambda lowering, input: input, Same(), dt
 
 # ---- Softmax and its logarithm ---------------------------------------------------------------------------------------
 AT_MOST_ONE = Fixed(2.0**-15, "int16")
+CENTRE = 6.0  # the exponent of the largest element where exponents reach from -CENTRE to CENTRE
+CENTRED, AT_MOST_CENTRE, INVERSE = (Fixed(largest / 32767, "int16") for largest in (CENTRE, math.exp(CENTRE), math.exp(-CENTRE)))
 
 
-def _exponentials(build: Builder, input: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
-    """Return the maximum over `dims`, input minus maximum, its exponential, and the sum of exponentials over `dims`."""
+def _total(build: Builder) -> Own:
+    """Return the demand of a sum of exponentials; where its reciprocal has segments, every value that it never has makes these longer."""
+    return replace(WIDE, headroom=1.125) if build.segments else WIDE
+
+
+def _exponentials(build: Builder, input: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Return the maximum over `dims`, input minus maximum, and its exponential.
+
+    By segments, which are short where the exponential bends, all are of exponents `CENTRE` larger; the maximum is that much smaller.
+    """
     largest = build(amax, input, dims, True)
-    difference = build(sub, input, largest, demand=WIDE)
-    exponential = build(torch.exp, difference, demand=AT_MOST_ONE)
-    return largest, difference, exponential, build(sum, exponential, dims, True, demand=WIDE)
+    largest = build(sub, largest, CENTRE, demand=WIDE) if build.segments else largest
+    difference = build(sub, input, largest, demand=CENTRED if build.segments else WIDE)
+    exponential = build(torch.exp, difference, demand=AT_MOST_CENTRE if build.segments else AT_MOST_ONE)
+    return largest, difference, exponential
 
 
 FUNCTIONAL = taking("input dim _stacklevel dtype", ("input", "dim"))
@@ -306,8 +318,9 @@ def _refuses_logsumexp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 )
 def softmax(build: Builder, input: fx.Node, dim: Any = None) -> Any:
     """Compute exp(x) / Σ exp(x) along one dimension."""
-    _, _, exponential, total = _exponentials(build, input, [dim])
-    return build(mul, exponential, build(torch.reciprocal, total, demand=WIDE))
+    _, _, exponential = _exponentials(build, input, [dim])
+    total = build(sum, exponential, [dim], True, demand=_total(build))
+    return build(mul, exponential, build(torch.reciprocal, total, demand=INVERSE if build.segments else WIDE))
 
 
 @composite(
@@ -320,8 +333,11 @@ def softmax(build: Builder, input: fx.Node, dim: Any = None) -> Any:
 )
 def log_softmax(build: Builder, input: fx.Node, dim: Any = None) -> Any:
     """Compute x - log Σ exp(x) along one dimension."""
-    _, difference, _, total = _exponentials(build, input, [dim])
-    return build(sub, difference, build(torch.log, total, demand=WIDE))
+    largest, difference, exponential = _exponentials(build, input, [dim])
+    logarithm = build(torch.log, build(sum, exponential, [dim], True, demand=_total(build)), demand=WIDE)
+    if build.segments:  # the difference ends where the exponential is lost
+        return build(sub, input, build(add, largest, logarithm, demand=WIDE))
+    return build(sub, difference, logarithm)
 
 
 @composite(takes="input dim _stacklevel dtype", normalize=_chosen_dimension, samples=(sample(input=(3, 6, 6), dim=1),))
@@ -333,8 +349,8 @@ def softmin(build: Builder, input: fx.Node, dim: Any = None) -> Any:
 @composite(normalize=over_dimensions, refuses=_refuses_logsumexp, samples=(sample(input=(3, 6, 6), dim=[1, 3]),))
 def logsumexp(build: Builder, input: fx.Node, dim: list[int], keepdim: bool = False) -> Any:
     """Compute log Σ exp(x) over dimensions."""
-    largest, _, _, total = _exponentials(build, input, dim)
-    logarithm = build(torch.log, total, demand=WIDE)
+    largest, _, exponential = _exponentials(build, input, dim)
+    logarithm = build(torch.log, build(sum, exponential, dim, True, demand=_total(build)), demand=WIDE)
     if keepdim:
         return build(add, largest, logarithm)
     shape = [size for position, size in enumerate(numbers(fact(largest).shape)) if position not in dim]
@@ -474,14 +490,17 @@ def shares(
     if keep is not None:
         counted = keep if empty == "zeros" else with_empty_rows(build, keep, dim - len(fact(input).shape) if dim >= 0 else dim, otherwise)
         input = build(where, keep if empty == "equal" else counted, input, LOWEST, demand=Same(("input",)))
-    difference = build(sub, input, build(amax, input, [dim], True), demand=WIDE)
-    values = build(exponential, difference, float(factor), demand=AT_MOST_ONE)
+    if build.segments:
+        input = input if factor == 1 else build(mul, input, float(factor), demand=WIDE)
+        _, _, values = _exponentials(build, input, [dim])
+    else:
+        values = build(exponential, build(sub, input, build(amax, input, [dim], True), demand=WIDE), float(factor), demand=AT_MOST_ONE)
     if keep is not None:
         values = build(where, counted, values, 0.0, demand=Same(("input",)))
-    total = build(sum, values, [dim], True, demand=WIDE)
+    total = build(sum, values, [dim], True, demand=_total(build))
     if keep is not None:
-        total = build(clamp, total, 1.0, None)
-    return build(mul, values, build(torch.reciprocal, total, demand=WIDE))
+        total = build(clamp, total, math.exp(CENTRE) if build.segments else 1.0, None)
+    return build(mul, values, build(torch.reciprocal, total, demand=INVERSE if build.segments else WIDE))
 
 
 def with_empty_rows(build: Builder, keep: fx.Node, dim: int, otherwise: fx.Node | None) -> fx.Node:

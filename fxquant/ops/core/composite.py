@@ -29,14 +29,15 @@ class Builder:
     parts        the nodes that were made, in order, without those that are computed from parameters alone
     real         whether the parts compute on float values, where a change of grid does nothing and other composites are not expanded
     normalizes_items  whether norms bring the items of a batch to one magnitude; see `Target.normalizes_items`
+    segments     whether 16-bit functions are computed by segments; see `Arithmetic.segments`
     """
 
     def __init__(
         self, name: str, node: fx.Node, activations: Sequence[str], made_by: str = "composite.expand", real: bool = False,
-        normalizes_items: bool = False,
+        normalizes_items: bool = False, segments: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.node, self.activations = name, node, activations
-        self.made_by, self.real, self.normalizes_items = made_by, real, normalizes_items
+        self.made_by, self.real, self.normalizes_items, self.segments = made_by, real, normalizes_items, segments
         self._within = ""  # the nested composites that are being written, as the prefix of a role
         self.parts: list[fx.Node] = []
         self._made: list[fx.Node] = []  # all of them

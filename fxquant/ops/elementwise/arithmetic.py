@@ -29,6 +29,7 @@ from fxquant.ops.elementwise.whole import WHOLE, alike
 from fxquant.primitives import elementwise, product
 from fxquant.primitives.arithmetic import PRODUCT
 
+IMAGE = 4  # dimensions of a batch of images
 SCALED = Product(product.scale_channels, product.scale_channels_wide, (0,), layout=torch.flatten)  # by one number
 
 
@@ -117,6 +118,9 @@ def _onnx_sub(c: Call) -> str:
         return c.epilogue(c.do("Add", c["input"], c.do("Mul", c["other"], c.number(-c["alpha"]))))
     if layer is not None and c.by_layers and len(c.operand_shape) == 4:
         return _onnx_number_layer(c, -c["alpha"])
+    other = c.arguments.get("other")
+    if c.by_layers and isinstance(other, int | float):  # the tool would subtract the tensor from the number, and multiply by -M
+        return c.epilogue(c.do("Add", _term(c), c.number(-other * c["alpha"])))
     return c.epilogue(c.do("Sub", _term(c), _scaled(c, "other")))
 
 
@@ -195,6 +199,10 @@ def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Cla
     tensor, number = (left, right) if isinstance(left, Quantized) else (right, left)
     assert isinstance(tensor, Quantized)
     assert not isinstance(number, Quantized)
+    if lowering.arithmetic.segments and tensor.dtype.bits > 8 and len(tensor.shape) != IMAGE:  # the chip has layers for images alone
+        factor = lowering.quantize_constant(torch.tensor(number, dtype=torch.float32, device=tensor.scale.device), "factor")
+        multiplied = lowering.call(elementwise.multiply, tensor.value, factor.value)
+        return lowering.requantize(multiplied, Ratio(lowering.arithmetic.step(tensor.scale, factor.scale)), clamp, kind=PRODUCT)
     if lowering.arithmetic.multiplies_by_layers:
         return lower_uniform(lowering, SCALED, tensor, (1, 1), float(number), clamp)
     step = Ratio((tensor.scale, torch.tensor(abs(to_float32(number)), dtype=torch.float64, device=tensor.scale.device)))

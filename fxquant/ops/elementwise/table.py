@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, table, to_float32
+from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, Segments, by_segments, table, to_float32
 from fxquant.ops.core import OPERATORS, Call, Instead, Operator, Own, Plain, Trait, clamped, fact, is_parameter, operator_of, register
 from fxquant.ops.core.declare import module_of, settings_of, spelled
 from fxquant.ops.core.record import BY_NAME, Adapt, OnIntegers, has_poles
@@ -21,6 +21,7 @@ UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on 
 WITHOUT_NEGATIVE: set[str] = set()  # those of them that have no value below 0
 POLE = frozenset({Trait.SINGULAR_AT_ZERO})
 SINGULAR: set[str] = set()  # those of them that have poles, or slopes without a bound
+SEGMENTS: dict[str, Callable[..., Segments | None]] = {}  # of those that a chip has segments for, from the settings
 ON_TENSORS: set[str] = set()  # those of them whose table is made by the function on tensors alone
 MAPPING = "mapping"  # ("mapping", ((name, value), …)) stands for a dict among the arguments
 STEEP = 2.0**7  # a slope at which one step of an 8-bit operand of ±1 is the whole of a result of 1
@@ -30,9 +31,10 @@ def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.
     """Return the integers of a unary function of factor · input + offset, by a table on the operand's grid; of float32 numbers."""
     in_float32 = lowering.arithmetic.float32_tables and input.dtype.bits <= 8
     numbers: tuple[float, float, Settings] = to_float32((factor, offset, tuple(settings.items())))
+    has_segments = lowering.arithmetic.segments and input.dtype.bits > 8 and segments_of(name, *numbers) is not None
 
     def entries(points: Tensor | None = None) -> Tensor:
-        chosen = name, *numbers, _plain(input.grid), _plain(lowering.output.grid), in_float32
+        chosen = name, *numbers, _plain(input.grid), _plain(lowering.output.grid), in_float32, has_segments
         return (_entries(*chosen) if points is None else _made(*chosen, points)).to(input.scale.device)
 
     def function(x: Tensor) -> Tensor:
@@ -85,11 +87,24 @@ def _grid(kind: IntType, scale: float, zero_point: int) -> Grid:
 Settings = tuple[tuple[str, Any], ...]
 
 
+def segments_of(name: str, factor: float, offset: float, settings: Settings) -> Segments | None:
+    """Return how a chip knows the unary function of factor · x + offset; None where it has no segments for that."""
+    form, offsets = SEGMENTS.get(name), {"offset": offset} if offset else {}
+    if form is None or factor != 1 or not offsets.keys() <= inspect.signature(form).parameters.keys():
+        return None
+    return form(**dict(settings), **offsets)
+
+
 def _made(
-    name: str, factor: float, offset: float, settings: Settings, input: PlainGrid, output: PlainGrid, in_float32: bool,
+    name: str, factor: float, offset: float, settings: Settings, input: PlainGrid, output: PlainGrid, in_float32: bool, has_segments: bool,
     points: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute the table of a unary function of factor · x + offset, or its entries at these points alone."""
+    form = segments_of(name, factor, offset, settings) if has_segments else None
+    if form is not None:
+        grid = _grid(*input)
+        every = torch.arange(grid.low, grid.high + 1, device="cpu") if points is None else points.long()
+        return by_segments(form, grid.scale, _grid(*output), every)
     function, exact = UNARY[name]
     chosen = dict(settings)
 

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,13 +10,13 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_INT16, Ratio
+from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_INT16, Ratio, Segments
 from fxquant.numerics.rounding import straight_through
 from fxquant.ops.core import Call, Clamp, Instead, Lowering, Own, Quantized, Trait, is_parameter, is_tensor, lowered, spelled
 from fxquant.ops.core.samples import POSITIVE, sample, sampled
 from fxquant.ops.core.weighted import by_whole_slope, shape_of
 from fxquant.ops.elementwise.arithmetic import limited
-from fxquant.ops.elementwise.table import POLE, by_table, for_positive, of_inverse, tabled, unary
+from fxquant.ops.elementwise.table import POLE, SEGMENTS, by_table, for_positive, of_inverse, tabled, unary
 from fxquant.ops.elementwise.whole import WHOLE, alike
 from fxquant.primitives import elementwise, product
 from fxquant.primitives.selection import choose, compare
@@ -53,6 +54,7 @@ def _hardsigmoid(x: float) -> float:
     return min(max(x + 3, 0), 6) / 6
 
 
+SELU, SELU_ALPHA = 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
 LARGEST_SOFTPLUS = 20.0  # beyond it, softplus equals its argument in float32
 
 
@@ -108,7 +110,7 @@ unary(
     saturates=True,
     onnx=lambda c: c.do("Mul", c.input, c.do("Tanh", c.do("Softplus", c.input))),
 )
-unary("selu", F.selu, lambda x: 1.0507009873554804934193349852946 * _elu(x, 1.6732632423543772848170429916717), saturates=True, onnx="Selu")
+unary("selu", F.selu, lambda x: SELU * _elu(x, SELU_ALPHA), saturates=True, onnx="Selu")
 unary("softsign", F.softsign, lambda x: x / (1 + abs(x)), onnx="Softsign")
 unary("tanhshrink", F.tanhshrink, lambda x: x - math.tanh(x), onnx=lambda c: c.do("Sub", c.input, c.do("Tanh", c.input)))
 unary(
@@ -207,6 +209,51 @@ unary(
     ),
     onnx=lambda c: c.do("Pow", c.input, c.number(c["exponent"])),
     adapted=dict.fromkeys((*spelled("pow"), operator.pow, operator.ipow, "__pow__", "__ipow__"), raised),
+)
+
+
+# ---- Functions of 16 bits as a chip's compiler knows them: elementary ones are rounded once to float32, and sums and products too ----
+def _once(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a function of float32 tensors that is rounded once: it is computed in float64."""
+    return lambda x: function(x.double()).float()
+
+
+_exp, _log = _once(torch.exp), _once(torch.log)
+
+
+def _sigmoid32(x: Tensor) -> Tensor:
+    return 1 / (1 + _exp(-x))
+
+
+def _tanh32(x: Tensor) -> Tensor:
+    return (_exp(x) - _exp(-x)) / (_exp(x) + _exp(-x))
+
+
+def _power(exponent: float) -> Segments | None:
+    whole = exponent > 0 and exponent == int(exponent)
+    return Segments(_once(lambda x: torch.pow(x, exponent)), (1, -1)[int(exponent) % 2]) if whole else None
+
+
+SEGMENTS.update(
+    sigmoid=lambda: Segments(_sigmoid32),
+    tanh=lambda: Segments(_tanh32, parity=-1),
+    silu=lambda: Segments(lambda x: x * _sigmoid32(x), bends=(-13, 13)),
+    mish=lambda: Segments(lambda x: x * _tanh32(_log(1 + _exp(x))), bends=(-10, 7)),
+    gelu=lambda approximate: Segments(_once(F.gelu), bends=(-5, 5)) if approximate == "none" else None,
+    erf=lambda: Segments(_once(torch.erf), parity=-1),
+    exp=lambda: Segments(_exp),
+    log=lambda: Segments(_log, pole=lambda y: _exp(-y)),
+    sqrt=lambda: Segments(torch.sqrt, bends=(0, math.inf)),
+    rsqrt=lambda offset=0.0: Segments(lambda x: 1 / torch.sqrt(x + offset), pole=lambda y: (1 / y).square() - offset),
+    reciprocal=lambda: Segments(torch.reciprocal, parity=-1, pole=torch.reciprocal),
+    sin=lambda: Segments(_once(torch.sin), parity=-1),
+    cos=lambda: Segments(_once(torch.cos), parity=1),
+    abs=lambda: Segments(torch.abs, bends=(0, 0)),
+    leaky_relu=lambda negative_slope: Segments(lambda x: torch.where(x > 0, x, x * negative_slope), bends=(0, 0)),
+    selu=lambda: Segments(lambda x: torch.where(x > 0, SELU * x, SELU * SELU_ALPHA * _exp(x) - SELU * SELU_ALPHA), bends=(-math.inf, 0)),
+    elu=lambda alpha: Segments(lambda x: torch.where(x > 0, x, _exp(x) - 1), bends=(-math.inf, 0)) if alpha == 1 else None,
+    softplus=lambda beta, threshold: Segments(lambda x: _log(1 + _exp(x)), bends=(-math.inf, 20)) if (beta, threshold) == (1, 20) else None,
+    pow=_power,
 )
 
 
