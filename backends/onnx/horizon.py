@@ -252,7 +252,7 @@ def readers_of(graph: onnx.GraphProto) -> dict[str, list[onnx.NodeProto]]:
 
 
 def horizon_values(integer: fx.GraphModule) -> tuple[dict[str, str], frozenset[str]]:
-    """Return the nodes of an integer graph by the names of their values in its file of style "horizon", and those that are sequences."""
+    """Return the nodes of an integer graph by their values' names in its file of style "horizon", and the nodes that are sequences."""
     writer = HorizonWriter(integer, "float", OPSET)
     by_value = named_values(writer.write(None, None))
     values = {value: name for name, value in writer.reals.items()} | by_value  # operators that only move elements have no pair
@@ -513,7 +513,7 @@ class Images:
         return True
 
     def _largest(self, node: onnx.NodeProto, first: str, result: str, attributes: dict[str, Any]) -> None:
-        """Write the maxima of a sequence's windows as those of its image: the tool takes no dilations in one dimension."""
+        """Write the maxima of a sequence's windows as maxima of its image: the tool takes no dilations in one dimension."""
         if first not in self.image or self.image[first][2] != SEQUENCE:
             first = self.tensor(first)
             self._enter(first, self.sizes[first], f"{first}/image", SEQUENCE)

@@ -229,7 +229,7 @@ MEASURES: dict[str, Measure] = {
     "bits with groups and a stride": lambda site: _bits_read(site) if site.arguments["groups"] > 1 < max(site.spatial("stride")) else [],
     "bits of the result": lambda site: _bits(site.node),
     "interpolation": lambda site: [site.arguments["mode"]],
-    "factor of a nearest resize that is no power of two": lambda site: [
+    "factor of a nearest resize that is not a power of two": lambda site: [
         each for each in _resize_factor(site) if site.arguments["mode"].startswith("nearest") and not is_power_of_two(each)
     ],
     "elements left over by windows of one size": lambda site: [

@@ -11,7 +11,17 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fxquant.numerics.grids import FixedRequantization, FixedWidths, Grid, IntType, Ratio, bias_integers, power_of_two, real_multiplier, round_away
+from fxquant.numerics.grids import (
+    FixedRequantization,
+    FixedWidths,
+    Grid,
+    IntType,
+    Ratio,
+    bias_integers,
+    power_of_two,
+    real_multiplier,
+    round_away,
+)
 from fxquant.primitives.elementwise import align_fixed, align_real
 from fxquant.primitives.quantization import TIES, requantize_fixed, requantize_real
 

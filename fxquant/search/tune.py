@@ -79,23 +79,13 @@ Proposals = Iterator[tuple[str, Recipe]]
 Remedy = Callable[[State], Proposals]  # one way to lose less
 
 
-OBSERVERS: tuple[Any, ...] = (
-    *(kinds.HistogramObserver, kinds.MSEObserver),
-    *map(kinds.LpObserver, (2.4, 3.0, 4.0)),
-    *(kinds.MinMaxObserver, kinds.MovingAverageMinMaxObserver),
-    *map(kinds.PercentileObserver, (99.999, 99.99, 99.9)),
-    *map(kinds.ClipStdObserver, (4.0, 6.0)),
-    *(kinds.KLObserver, kinds.MixObserver),
-)
-_TELLING: Mapping[Any, str] = {kinds.PercentileObserver: "percentile", kinds.LpObserver: "p", kinds.ClipStdObserver: "deviations"}
-
-
-def label(observer: Any) -> str:
-    """Return a description of an observer: its class and settings."""
-    instance = observer if isinstance(observer, kinds.Observer) else observer()
-    usual = type(instance).__name__.removesuffix("Observer")
-    setting = next((getattr(instance, name) for kind, name in _TELLING.items() if isinstance(instance, kind)), None)
-    return usual if setting is None else f"{usual} {setting:g}"
+OBSERVERS: Mapping[str, Any] = {
+    **{"Histogram": kinds.HistogramObserver, "MSE": kinds.MSEObserver, "KL": kinds.KLObserver, "Mix": kinds.MixObserver},
+    **{"MinMax": kinds.MinMaxObserver, "MovingAverageMinMax": kinds.MovingAverageMinMaxObserver},
+    **{f"Lp {p:g}": kinds.LpObserver(p) for p in (2.4, 3.0, 4.0)},
+    **{f"Percentile {percentile:g}": kinds.PercentileObserver(percentile) for percentile in (99.999, 99.99, 99.9)},
+    **{f"ClipStd {deviations:g}": kinds.ClipStdObserver(deviations) for deviations in (4.0, 6.0)},
+}
 
 
 def with_observer(mapping: QConfigMapping, observer: Any) -> QConfigMapping:
@@ -116,8 +106,10 @@ def _observers(state: State) -> Proposals:
     work = state.untuned()
     reference = reference_of(work.prepared, work.samples)
     observed = [choice.operators[0].output for choice in Choices(work.prepared, ()).values() if choice.kind == ACTIVATION]
-    served = [each for each in OBSERVERS if observed and taking_over(observed[0], ActivationConfig(observer=each)) is not None]
-    mappings = {f"{label(observer)} for all": with_observer(work.base, observer) for observer in served}
+    served = [
+        name for name, each in OBSERVERS.items() if observed and taking_over(observed[0], ActivationConfig(observer=each)) is not None
+    ]
+    mappings = {f"{name} for all": with_observer(work.base, OBSERVERS[name]) for name in served}
     prepared = {"as given": work.prepared} | {name: work.with_mapping(mapping) for name, mapping in mappings.items()}
     noise = {name: reference.noise(partial(outputs_of, model)).pooled for name, model in prepared.items()}
     best = min(noise, key=noise.__getitem__)

@@ -359,7 +359,7 @@ def test_tune_keeps_what_gains_and_goes_on_after_a_kill(
         return -100 * float((model(batches[-1]) - wanted).norm() / wanted.norm())
 
     arguments: dict[str, Any] = {"tolerance": 0, "steps": 4, "target": "nash-e", "qconfig": bad, "metric": metric}
-    monkeypatch.setattr(tuner, "OBSERVERS", (fxq.observers.MinMaxObserver, fxq.observers.PercentileObserver(90.0)))
+    monkeypatch.setattr(tuner, "OBSERVERS", {name: tuner.OBSERVERS[name] for name in ("MinMax", "Percentile 99.9")})
     generator = torch.get_rng_state()
     whole = fxq.tune(small, batches, **arguments)
     assert torch.equal(torch.get_rng_state(), generator)

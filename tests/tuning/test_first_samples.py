@@ -230,7 +230,7 @@ def test_calibration_and_searches_take_the_table_of_steps(monkeypatch: pytest.Mo
     taken.clear()
     with monkeypatch.context() as patch:
         patch.setattr(tune, "REMEDIES", {"observers": tune.REMEDIES["observers"]})
-        patch.setattr(tune, "OBSERVERS", (fxq.observers.HistogramObserver, fxq.observers.MinMaxObserver))
+        patch.setattr(tune, "OBSERVERS", {name: tune.OBSERVERS[name] for name in ("Histogram", "MinMax")})
         fxq.tune(network(), batches(), "bayes-e", FOUR_BITS, tolerance=0.0, show_progress=False)
     assert taken[: len(every)] == every
     sampled = [each.name for each in BY_SAMPLES if each.find is not None]
