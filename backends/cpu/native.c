@@ -1475,7 +1475,7 @@ static void sum_squares(const Sum *s) {
     const Arranged a = arranged_at(s, (void *)s->weight);
     const Squares q = {(s->out_height + 1) / 2, (s->out_width + 1) / 2, s->batch * s->out_depth * ((s->out_height + 1) / 2) * ((s->out_width + 1) / 2)};
     const int64_t pitch = (s->channels + 15) / 16 * 16, pairs = s->channels / 2, fitting = (1 << 17) / POSITIONS / pitch / SIDE * SIDE;
-    const int64_t size = fitting < 2 * SIDE ? 2 * SIDE : fitting > 8 * SIDE ? 8 * SIDE : fitting;
+    const int64_t size = fitting < 4 * SIDE ? 4 * SIDE : fitting > 8 * SIDE ? 8 * SIDE : fitting;
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
     {
         int16_t *words = aligned_alloc(64, (size_t)(POSITIONS * size * pitch) * sizeof *words);
