@@ -20,11 +20,13 @@ from fxquant.backends.onnx.horizon import CALIBRATED_OPSET, OPSET, CalibratedWri
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import TensorFact, fact, source
 from fxquant.ir.integer import QParams, operation, qparams
-from fxquant.numerics.grids import ACTIVATION_TYPES
+from fxquant.numerics.grids import ACTIVATION_TYPES, FLOAT32_EPSILON, wraps
 from fxquant.ops import BY_NAME
 from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.elementwise.table import segments_of
 from fxquant.prepared.sizes import at_example_sizes, unrolled
 from fxquant.primitives import PRIMITIVES
+from fxquant.primitives.elementwise import lookup
 from fxquant.primitives.quantization import dequantize
 from fxquant.support import logger
 from fxquant.support.arguments import FOLDER, POSITIVE, TEXT, checked, checked_class, choice, such
@@ -335,6 +337,7 @@ def _check_node(node: fx.Node) -> None:
         remedy = "leave out dynamic=True, or keep the layer in float"
         raise ExportError(what, node=node, because="its scales are not known before it runs", remedy=remedy)
     _check_bits(node)
+    _check_table(node)
     described, lowered = qparams(node), operation(node)
     if described is None or lowered is None or described.dtype not in ("int8", "int4", "int16"):
         return
@@ -356,6 +359,33 @@ def _check_node(node: fx.Node) -> None:
             remedy="let the range end at the clamp: calibrate by statistics, or set the scale with fxq.set_qparams(prepared, "
             f"{{{node.name!r}: …}}) before converting",
         )
+
+
+def _check_table(node: fx.Node) -> None:
+    """Raise ExportError for a sum on steps that the compiler raises, and for a table of 16 bits that differs from its segments."""
+    described, lowered = qparams(node), operation(node)
+    because = None
+    if described is not None and described.dtype == "int32" and float(torch.as_tensor(described.scale).min()) < FLOAT32_EPSILON:
+        because = "the vendor's compiler raises steps of sums to 2^-23, and what is left of the weights would be too little"
+    if node.target is lookup and lowered is not None and described is not None:
+        first = node.all_input_nodes[0]
+        operand, name, settings = qparams(first), lowered.name, {key: value for key, value in lowered.arguments.items() if key != "input"}
+        chosen = (
+            (settings["function"], settings["factor"], settings["offset"], settings["settings"])
+            if name == "shifted"
+            else (name, 1, 0, settings)
+        )
+        form = segments_of(*chosen[:3], tuple(chosen[3].items()))
+        wide = operand is not None and "int16" in (operand.dtype, described.dtype)
+        if wide and (form is None or operand.dtype != "int16"):
+            because = "the vendor's compiler has other segments for it at 16 bits, or none"
+        elif wide and wraps(form, torch.as_tensor(operand.scale), torch.as_tensor(described.scale)):
+            because = "at the end of its operand's range it exceeds its own by 2^16, and the chip returns the lowest integer there"
+    if because is not None:
+        remedy = (
+            "quantize its operand and its result as int8, with fxq.ActivationConfig('int8') in the qconfig mapping, or keep it in float"
+        )
+        raise ExportError(f"%{node.name} cannot be carried to the chip", node=node, because=because, remedy=remedy)
 
 
 def _check_bits(node: fx.Node) -> None:
