@@ -38,7 +38,7 @@ CHIP = FixedArithmetic(
     leaves_out_clamps=True,
     float32_tables=True,
     segments=True,
-    largest_of_products=2**15 - 2,
+    largest_of_two=2**15 - 2,
     residual_bits=15,
     shifted_sums=ShiftedSums(),
     multiplies_by_layers=True,
@@ -49,7 +49,7 @@ CHIP = FixedArithmetic(
 )
 CHIP_8 = replace(
     CHIP,
-    largest_of_products=None,
+    largest_of_two=None,
     roundings={LAYER: "floor", SUM: "floor", PRODUCT: "nearest_half_step"},
     bias_bits=16,
     residual_bits=0,

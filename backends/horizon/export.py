@@ -20,12 +20,14 @@ from fxquant.backends.onnx.horizon import CALIBRATED_OPSET, OPSET, CalibratedWri
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import TensorFact, fact, source
 from fxquant.ir.integer import Operation, QParams, operation, qparams
-from fxquant.numerics.grids import ACTIVATION_TYPES
+from fxquant.numerics.grids import ACTIVATION_TYPES, FLOAT32_EPSILON, wraps
 from fxquant.ops import BY_NAME
 from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.elementwise.table import segments_of
 from fxquant.ops.layers.convolution import conv_transpose1d, conv_transpose2d
 from fxquant.prepared.sizes import at_example_sizes, unrolled
-from fxquant.primitives import PRIMITIVES
+from fxquant.primitives import PRIMITIVES, Role, role_of
+from fxquant.primitives.elementwise import lookup
 from fxquant.primitives.pool import sum_pool
 from fxquant.primitives.quantization import dequantize
 from fxquant.support import logger
@@ -338,6 +340,7 @@ def _check_node(node: fx.Node) -> None:
         remedy = "leave out dynamic=True, or keep the layer in float"
         raise ExportError(what, node=node, because="its scales are not known before it runs", remedy=remedy)
     _check_bits(node)
+    _check_table(node)
     described, lowered = qparams(node), operation(node)
     if node.graph.owning_module.meta["target"].compiler == HB_MAPPER.compiler:  # type: ignore[union-attr]
         _check_rounded_once(node, described, lowered)
@@ -364,14 +367,43 @@ def _check_node(node: fx.Node) -> None:
 
 
 def _check_rounded_once(node: fx.Node, described: QParams | None, lowered: Operation | None) -> None:
-    """Raise ExportError for an average over a sequence, and a transposed convolution's int16, which the compiler rounds to int8 before."""
+    """Raise ExportError for averages over sequences and int16 of transposed convolutions, which are rounded twice, and for volumes."""
     what, because = f"%{node.name} would have other values on the chip", "the vendor's compiler rounds it twice"
+    if node.op == "call_function" and node.target in PRIMITIVES and role_of(node.target) is Role.CONVOLUTION and len(fact(node).shape) == 5:
+        raise ExportError(what, node=node, because="its simulator computes other volumes", remedy="use two-dimensional layers")
     if node.target is sum_pool and len(fact(node).shape) == 3:
         remedy = "pool an image: F.avg_pool2d(x[..., None], (k, 1))[..., 0]"
         raise ExportError(what, node=node, because=because, remedy=remedy)
     if lowered is not None and BY_NAME[lowered.name].function in TRANSPOSED and described is not None and described.dtype == "int16":
         remedy = "give it 8 bits: set_module_name(…, fxq.QConfig(fxq.ActivationConfig('int8'))) in the qconfig mapping"
         raise ExportError(what, node=node, because=because, remedy=remedy)
+
+
+def _check_table(node: fx.Node) -> None:
+    """Raise ExportError for a sum on steps that the compiler raises, and for a table of 16 bits that differs from its segments."""
+    described, lowered = qparams(node), operation(node)
+    because = None
+    if described is not None and described.dtype == "int32" and float(torch.as_tensor(described.scale).min()) < FLOAT32_EPSILON:
+        because = "the vendor's compiler raises steps of sums to 2^-23, and what is left of the weights would be too little"
+    if node.target is lookup and lowered is not None and described is not None:
+        first = node.all_input_nodes[0]
+        operand, name, settings = qparams(first), lowered.name, {key: value for key, value in lowered.arguments.items() if key != "input"}
+        chosen = (
+            (settings["function"], settings["factor"], settings["offset"], settings["settings"])
+            if name == "shifted"
+            else (name, 1, 0, settings)
+        )
+        form = segments_of(*chosen[:3], tuple(chosen[3].items()))
+        wide = operand is not None and "int16" in (operand.dtype, described.dtype)
+        if wide and (form is None or operand.dtype != "int16"):
+            because = "the vendor's compiler has other segments for it at 16 bits, or none"
+        elif wide and wraps(form, torch.as_tensor(operand.scale), torch.as_tensor(described.scale)):
+            because = "at the end of its operand's range it exceeds its own by 2^16, and the chip returns the lowest integer there"
+    if because is not None:
+        remedy = (
+            "quantize its operand and its result as int8, with fxq.ActivationConfig('int8') in the qconfig mapping, or keep it in float"
+        )
+        raise ExportError(f"%{node.name} cannot be carried to the chip", node=node, because=because, remedy=remedy)
 
 
 def _check_bits(node: fx.Node) -> None:

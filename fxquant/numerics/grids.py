@@ -446,6 +446,11 @@ def _in_short(slope: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
     return multiplier, bias << left, right
 
 
+def wraps(form: Segments, scale: Tensor, step: Tensor) -> bool:
+    """Return whether an entry at the end of the operand's range has too many steps, so that the chip stores the lowest integer."""
+    return form.pole is None and bool(form.function(32767 * scale.float().cpu()) / step.float().cpu() >= OVERFLOW)
+
+
 def by_segments(form: Segments, scale: Tensor, output: Grid, integers: Tensor) -> Tensor:
     """Return the integers of a unary function of int16 integers, int64, on a scale, in the output's storage, by the chip's segments."""
     scale, step = scale.cpu(), output.scale.cpu()

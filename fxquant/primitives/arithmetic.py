@@ -174,7 +174,7 @@ class FixedArithmetic(Arithmetic):
     transposed_bias_bits: int = 32  # the same for transposed convolutions
     widths: Mapping[str, FixedWidths] = field(default_factory=dict)  # by name of the output dtype
 
-    largest_of_products: int | None = None  # the largest multiplier of a product of two tensors; of 16 bits, a power of two has it too
+    largest_of_two: int | None = None  # the largest multiplier of a sum or product of two tensors; of 16 bits, a power of two has it too
 
     primitives = frozenset((requantize_fixed, align_fixed))
     multiplies_by = "a 15-bit multiplier and shifts"
@@ -212,17 +212,17 @@ class FixedArithmetic(Arithmetic):
     ) -> Any:
         widths = self.widths[to.type.name]
         fixed = widths.constants(ratio, to.type, bits, kind in (*LAYERS, MATRIX), kind == WIDE_LAYER)
-        if kind == PRODUCT and self.largest_of_products is not None:
-            fixed = self._of_product(fixed, ratio, to)
+        if kind in (SUM, PRODUCT) and self.largest_of_two is not None:
+            fixed = self._of_two(fixed, ratio, to)
         constants = [composer.constant(role + name, number, torch.int32) for name, number in vars(fixed).items()]
         rounding = self.roundings.get(LAYER if kind in LAYERS else kind, self.final_rounding)
         rest = widths.intermediate_bits, rounding, low, high, to.type.storage
         return composer.call(requantize_fixed, value, *constants, *rest)
 
-    def _of_product(self, fixed: FixedRequantization, ratio: Ratio, to: Grid) -> FixedRequantization:
-        assert self.largest_of_products is not None
+    def _of_two(self, fixed: FixedRequantization, ratio: Ratio, to: Grid) -> FixedRequantization:
+        assert self.largest_of_two is not None
         power_of_two = (ratio.mantissa(31)[0] == 2**30).to(fixed.multiplier.device) & (to.type.bits > 8)  # its 2^14 becomes 2^15
-        multiplier = torch.where(power_of_two, 2 * fixed.multiplier, fixed.multiplier).clamp_max(self.largest_of_products)
+        multiplier = torch.where(power_of_two, 2 * fixed.multiplier, fixed.multiplier).clamp_max(self.largest_of_two)
         return replace(fixed, multiplier=multiplier, right_shift=fixed.right_shift + power_of_two.int())
 
     def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:

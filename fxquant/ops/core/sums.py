@@ -97,6 +97,7 @@ def _lower_shifted_sum(
     spared = (wide_x or wide_e) and lowering.output.grid.type.bits <= 8
     largest = how.largest_wide if wide_x else how.largest
     exponent = ratio.mantissa(15 - spared, carries=False)[1].clamp_max(largest - spared)
+    exponent = exponent - (ratio.approximate().detach() * grids.power_of_two(exponent) > LARGEST_FACTOR).long()
     exponent = exponent if how.fixed is None else torch.full_like(exponent, how.fixed)
     factors = {larger: torch.ones_like(exponent) << exponent, smaller: ratio.rounded(exponent).clamp_max(LARGEST_FACTOR)}
     bound = torch.zeros((), dtype=torch.float64, device=device)
