@@ -9,14 +9,13 @@ import copy
 import functools
 import gc
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from types import FunctionType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,7 +28,6 @@ from fxquant.ir.carried import SETTINGS, refuse_changes
 from fxquant.ir.graph import BATCH_SIZES, Code, TensorFact, fact, is_deployed, own, own_names
 from fxquant.ir.integer import Reference
 from fxquant.support import logger
-from fxquant.support.files import free_in_child, in_child
 
 CARRIED = "fxquant.ir.carried"  # in `meta` of a model: what else the float model held
 KEPT_IN_EVAL = "fxquant.kept_in_eval"  # in `meta`: paths of modules that the model's own `train` keeps in eval mode
@@ -440,48 +438,16 @@ def _tensors(inputs: Any) -> list[Tensor]:
 
 
 # ---- what holds while something is compiled or run -------------------------------------------------------------------
-class _Collection:
-    """The threads whose compilations have paused the garbage collection, and whether it was on before the first."""
-
-    lock = threading.Lock()
-    paused_by: ClassVar[list[int]] = []
-    was_on = False
-
-    @classmethod
-    def keep_own(cls) -> None:
-        """Forget the compilations of other threads, in a forked child, where these threads do not exist."""
-        for thread in [thread for thread in cls.paused_by if thread != threading.get_ident()]:
-            cls.resume(thread)
-
-    @classmethod
-    def resume(cls, thread: int) -> None:
-        """Record that a compilation of this thread has ended."""
-        if thread in cls.paused_by:
-            cls.paused_by.remove(thread)
-        if not cls.paused_by and cls.was_on:
-            gc.enable()
-
-
-free_in_child(_Collection, "lock", threading.Lock)
-in_child(_Collection, lambda collection: collection.keep_own())
-
-
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Inside, garbage collection is off.
-
-    Compiling creates almost no garbage, and scanning its objects takes half the time. The last of several concurrent compilations
-    restores the setting from before the first.
-    """
+    """Inside, garbage collection is off: compiling creates almost no garbage, and scanning its objects takes half the time."""
+    was_on = gc.isenabled()
+    gc.disable()
     try:
-        with _Collection.lock:
-            _Collection.was_on = _Collection.was_on if _Collection.paused_by else gc.isenabled()
-            _Collection.paused_by.append(threading.get_ident())
-            gc.disable()
         yield
     finally:
-        with _Collection.lock:
-            _Collection.resume(threading.get_ident())
+        if was_on:  # of several compilations at once the first has found it on
+            gc.enable()
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")

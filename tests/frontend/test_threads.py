@@ -16,7 +16,6 @@ import fxquant as fxq
 from fxquant.errors import TraceError
 from fxquant.frontend import trace
 from fxquant.frontend.environment import Snapshot
-from fxquant.ir.model import collection_paused
 from tests.shared.networks import members
 
 
@@ -183,32 +182,6 @@ def test_other_threads_draw_the_numbers_they_would_have_drawn():
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
-def test_the_collection_is_paused_until_the_last_compilation_ends():
-    inside, leave = threading.Event(), threading.Event()
-
-    def long() -> None:
-        with collection_paused():
-            inside.set()
-            leave.wait(10)
-
-    def short() -> None:
-        inside.wait(10)
-        with collection_paused():
-            pass
-        assert not gc.isenabled()
-        leave.set()
-
-    together(long, short)
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        with collection_paused():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
 def test_attention_layers_are_traced_by_their_code_and_the_fast_path_stays_on():
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     seen = []
