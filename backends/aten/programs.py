@@ -1,10 +1,10 @@
-"""The integer model as a program of plain ATen operators: `torch.export`'s archive, or TorchScript."""
+"""The integer model as a program of plain ATen operators: an archive of `torch.export`."""
 
 import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class Program(nn.Module):
 
 
 @checked()
+@working("writing a program")
 def export_pt2(integer: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     """Write the integer model as an archive of `torch.export`, and return its path.
 
@@ -56,35 +57,6 @@ def export_pt2(integer: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     Before the file appears it is loaded, run at several batch sizes on inputs that fill their range, and compared byte for byte.
     Raises ConfigurationError if the model is not an integer model, ExportError if `torch.export` refuses it or a bit differs.
     """
-
-    def write(program: Program, inputs: list[Any], archive: io.BytesIO) -> None:
-        exported = torch.export.export(program, tuple(inputs), dynamic_shapes=(_dynamic_shapes(integer),))
-        torch.export.save(exported, archive)
-
-    return _export(integer, Path(path), "torch.export", write, lambda archive: torch.export.load(archive).module())
-
-
-@checked()
-def export_torchscript(integer: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
-    """Write the integer model as TorchScript, and return its path.
-
-    `torch.jit.load(path)` is the model, in a process without fxquant, or in C++. Its inputs, its outputs and its check are those of
-    `export_pt2`. It is written by `torch.jit.trace`, which PyTorch keeps for existing code; prefer `export_pt2` for new programs.
-
-    Raises ConfigurationError if the model is not an integer model, ExportError if `torch.jit` refuses it or a bit differs.
-    """
-
-    def write(program: Program, inputs: list[Any], archive: io.BytesIO) -> None:
-        torch.jit.save(torch.jit.trace(program, tuple(inputs), check_trace=False), archive)  # type: ignore[no-untyped-call]
-
-    return _export(integer, Path(path), "torch.jit", write, torch.jit.load)
-
-
-@working("writing a program")
-def _export(
-    integer: fx.GraphModule, path: Path, by: str, write: Callable[[Program, list[Any], io.BytesIO], None],
-    load: Callable[[io.BytesIO], Callable[..., Any]],
-) -> Path:  # fmt: skip
     require_integer(integer)
     program = Program(integer)
     limits = noted_limits(integer.graph)
@@ -97,25 +69,24 @@ def _export(
         warnings.simplefilter("ignore")  # PyTorch's, about its formats and about shapes, which are compared below
         try:
             with _quiet():
-                write(program, batches[0], archive)
+                exported = torch.export.export(program, tuple(batches[0]), dynamic_shapes=(_dynamic_shapes(integer),))
+                torch.export.save(exported, archive)
             archive.seek(0)
-            loaded = load(archive)
+            loaded = torch.export.load(archive).module()
             results = [pytree.tree_leaves(loaded(*batch)) for batch in batches]
         except Exception as error:  # PyTorch's exporters raise errors of many classes
             message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             python_node = next((node for node in integer.graph.nodes if is_python(node)), None)
             traced = "" if python_node is None else "; what fxq.wrap or the option leaf keeps as Python is traced by it as well"
             remedy = OTHERS if python_node is None else "return what it reads, and call it after the program; or fxq.export.export_segments"
-            what, because = f"the model cannot be written by {by}", f"{by} says: {message}{traced}"
-            raise ExportError(what, node=python_node, because=because, remedy=remedy) from error
+            because = f"torch.export says: {message}{traced}"
+            raise ExportError("the model cannot be written by torch.export", node=python_node, because=because, remedy=remedy) from error
         for batch, ours in zip(batches, results, strict=True):
             if [_bytes(value) for value in ours] != [_bytes(value) for value in pytree.tree_leaves(program(*batch))]:
                 shapes = ", ".join(str(tuple(value.shape)) for value in batch if isinstance(value, Tensor))
-                fixed = "use fxq.export.export_pt2, or trace with options=fxq.Options(dynamic_shapes={}) to fix the batch size"
-                remedy = fixed if by == "torch.jit" else OTHERS
                 because = f"the file was run with inputs of shape {shapes}, and gave other bits"
-                raise ExportError(f"what {by} has written is not equal to the integer model", because=because, remedy=remedy)
-    return write_file(path, archive.getvalue())
+                raise ExportError("what torch.export has written is not equal to the integer model", because=because, remedy=OTHERS)
+    return write_file(Path(path), archive.getvalue())
 
 
 @contextmanager

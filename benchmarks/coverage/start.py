@@ -75,11 +75,6 @@ def march(here: Here) -> None:
     refused(lambda: backends.get("bayse"), "bayes")
 
 
-def torchscript(here: Here) -> None:
-    program = torch.jit.load(str(fxq.export.export_torchscript(here.result.integer, here.folder / "model.pt")))
-    sure(torch.equal(program(here.x), here.result.integer(here.x)))
-
-
 def exported_program(here: Here) -> None:
     program = torch.export.load(fxq.export.export_pt2(here.result.integer, here.folder / "model.pt2")).module()
     sure(torch.equal(program(here.x[:3]), here.result.integer(here.x[:3])))
@@ -127,7 +122,6 @@ chapter(
     ("float, calibration, training and integer model, each a state",
      lambda h: [fxq.set_state(h.prepared(), state) for state in ("float", "calibrate", "train", "validate")]),
     ("a traced model", lambda h: sure("[B,3,8,8]" in fxq.text(fxq.trace(h.model, h.x)))),
-    ("a TorchScript model", torchscript),
     ("a saved program of torch.export", exported_program),
     ("Bernoulli2, Bayes, Bayes-e", lambda h: [h.quantized(Network(), name) for name in ("bernoulli2", "bayes", "bayes-e")]),
     ("chips and marches by all their names, enums too", march),

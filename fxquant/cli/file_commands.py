@@ -114,7 +114,6 @@ def add_export(commands: Any) -> None:
     export.add_argument("--onnx", type=path, metavar="PATH", help="an ONNX file with the same bits in every runtime (.onnx)")
     export.add_argument("--c", type=path, metavar="PATH", help="a C99 program without dependencies: its source, with header and main (.c)")
     export.add_argument("--pt2", type=path, metavar="PATH", help="an archive of torch.export (.pt2)")
-    export.add_argument("--torchscript", type=path, metavar="PATH", help="TorchScript (.pt)")
     rows = "rows of a batch: of the C program (default: 1), and of the ONNX file, which then has fixed sizes alone (default: any batch)"
     export.add_argument("--batch-size", type=positive, metavar="N", help=rows)
     add_form(export)
@@ -145,7 +144,6 @@ def _export(options: argparse.Namespace) -> int:
         "onnx": functools.partial(fxq.export_onnx, **form, **names),
         "c": functools.partial(fxq.export.export_c, batch_size=options.batch_size or 1),
         "pt2": fxq.export.export_pt2,
-        "torchscript": fxq.export.export_torchscript,
     }
     asked = {name: path for name in writers if (path := getattr(options, name)) is not None}
     if not asked and options.to is None:

@@ -162,7 +162,7 @@ class Model(fx.GraphModule):
         facts = [value for value in map(fact, inputs) if isinstance(value, TensorFact)]
         if not is_deployed(self) or len(facts) < len(inputs):
             because = "it checks its inputs in Python"
-            remedy = "use torch.jit.trace or torch.export.export; export_torchscript and export_pt2 of fxq.export also compare the bits"
+            remedy = "use torch.jit.trace or torch.export.export; fxq.export.export_pt2 also compares the bits"
             raise ExportError("torch.jit.script cannot make a program of this model", because=because, remedy=remedy)
         zeros = tuple(torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype, device="cpu") for value in facts)
         traced: Any = torch.jit.trace(self, zeros, strict=False, check_trace=False)  # type: ignore[no-untyped-call]
@@ -212,7 +212,7 @@ def _of_other_grids(model: torch.nn.Module, state_dict: dict[str, Any], prefix: 
 def no_program_of_prepared(by: str) -> ExportError:
     """Return the error for a function of PyTorch that is to make a program of a prepared model."""
     because = "it observes, trains and proves its integers in Python"
-    remedy = "export what fxq.convert(prepared) returns: by fxq.export.export_torchscript, fxq.export.export_pt2 or fxq.export_onnx"
+    remedy = "export what fxq.convert(prepared) returns: by torch.jit, fxq.export.export_pt2 or fxq.export_onnx"
     return ExportError(f"{by} cannot make a program of a prepared model", because=because, remedy=remedy)
 
 

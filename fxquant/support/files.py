@@ -159,18 +159,10 @@ def _explained(path: Path) -> Iterator[None]:
 _OWNERS: weakref.WeakKeyDictionary[Any, list[Callable[[Any], None]]] = weakref.WeakKeyDictionary()
 
 
-def in_child(owner: Any, function: Callable[[Any], None]) -> None:
-    """Register `function` to be called with `owner`, if it still lives, first of all in every process that is forked from now on.
-
-    The owner is not kept alive; the function must not refer to it.
-    """
-    _OWNERS.setdefault(owner, []).append(function)
-
-
 def free_in_child(owner: Any, name: str, make: Callable[[], Any], interrupted: Callable[[Any], None] | None = None) -> None:
     """Replace a lock, the owner's attribute `name`, by a new one in a forked child, if another thread of the parent held it.
 
-    `interrupted` is then called with the owner, whose state that thread may have left between two changes.
+    `interrupted` is then called with the owner, whose state that thread may have left between two changes. The owner is not kept alive.
     """
 
     def free(owner: Any) -> None:
@@ -182,7 +174,7 @@ def free_in_child(owner: Any, name: str, make: Callable[[], Any], interrupted: C
         if interrupted is not None:
             interrupted(owner)
 
-    in_child(owner, free)
+    _OWNERS.setdefault(owner, []).append(free)
 
 
 def _in_child() -> None:

@@ -60,7 +60,7 @@ def test_a_program_of_pytorch_has_the_bits_of_its_model_or_is_refused(stage: str
     if stage == "integer" or (stage == "traced" and "script" not in name):
         assert torch.equal(PROGRAMS[name](model)(X), model(X))
         return
-    said = rf"{name.split(',')[0]} cannot make a program of [\s\S]*because[\s\S]*remedy[\s\S]*export_torchscript"
+    said = rf"{name.split(',')[0]} cannot make a program of [\s\S]*because[\s\S]*remedy[\s\S]*export_pt2"
     with pytest.raises(fxq.errors.ExportError, match=said):
         PROGRAMS[name](model)
 
@@ -163,7 +163,6 @@ def test_a_model_is_pickled_in_every_form(name: str) -> None:
     assert torch.equal(fxq.convert(copied)(x), fxq.convert(prepared)(x))
 
 
-WRITERS = {"pt2": fxq.export.export_pt2, "torchscript": fxq.export.export_torchscript}
 ALONE = program("programs_alone")
 
 
@@ -179,11 +178,10 @@ def Mixed(self, tokens: Tensor) -> dict[str, Any]:
 def test_programs_run_without_fxquant_at_every_batch_size(tmp_path: Path) -> None:
     tokens = torch.randint(0, 20, (7, 5))
     integer = compiled(Mixed().eval(), [tokens[:4]], "bayes-e").integer
-    for kind, write in WRITERS.items():
-        assert write(integer, tmp_path / kind) == tmp_path / kind
+    assert fxq.export.export_pt2(integer, tmp_path / "pt2") == tmp_path / "pt2"
     wanted = {size: [v for v in pytree.tree_leaves(integer(tokens[:size])) if isinstance(v, Tensor)] for size in (2, 4, 7)}
     torch.save((tokens, wanted), tmp_path / "wanted.pt")
-    names = [str(tmp_path / name) for name in ("wanted.pt", *WRITERS)]
+    names = [str(tmp_path / name) for name in ("wanted.pt", "pt2")]
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE, *names], cwd=tmp_path, capture_output=True, text=True)
     assert result.stdout == "equal\n", result.stderr
 
@@ -194,17 +192,12 @@ def test_they_are_the_integer_models_bits(target: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(32, 5))
     image = torch.randn(5, 3, 6, 6)
     integer = compiled(model.eval(), [image], target).integer
-    for write, load in (
-        (fxq.export.export_pt2, lambda path: torch.export.load(path).module()),
-        (fxq.export.export_torchscript, torch.jit.load),
-    ):
-        program = load(str(write(integer, tmp_path / "program.pt2")))
-        for size in (5, 1):
-            assert all_equal(program(image[:size]), integer(image[:size]))
+    program = torch.export.load(fxq.export.export_pt2(integer, tmp_path / "program.pt2")).module()
+    for size in (5, 1):
+        assert all_equal(program(image[:size]), integer(image[:size]))
 
 
-@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_a_program_of_other_bits_is_not_written(write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_of_other_bits_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     integer = compiled(nn.Linear(4, 3), [torch.randn(2, 4)], "bayes-e").integer
     place = tmp_path / "kept.pt2"
     place.write_text("what was there")
@@ -217,7 +210,7 @@ def test_a_program_of_other_bits_is_not_written(write: Callable[..., Path], tmp_
 
     monkeypatch.setattr(programs.Program, "forward", forward)
     with pytest.raises(fxq.errors.ExportError, match="not equal to the integer model"):
-        write(integer, place)
+        fxq.export.export_pt2(integer, place)
     assert place.read_text() == "what was there"
     assert [path.name for path in tmp_path.iterdir()] == ["kept.pt2"]
 
@@ -228,7 +221,7 @@ def found(scores: Tensor) -> list[list[int]]:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("write", [fxq.export.export_pt2, fxq.export.export_torchscript, fxq.export_onnx])
+@pytest.mark.parametrize("write", [fxq.export.export_pt2, fxq.export_onnx])
 def test_what_stays_python_and_cannot_be_written_is_an_error_and_no_print(
     write: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

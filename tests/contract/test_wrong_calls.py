@@ -214,7 +214,7 @@ FLOAT = {"model": lambda w: w.model}
 UNCALIBRATED = {"prepared": lambda w: w.uncalibrated}
 ROWS = (
     *map(row, (fxq.observers.observations, fxq.qparams, fxq.inspect.layers, fxq.text, fxq.inspect.segments, fxq.export.export_segments)),
-    *map(row, (fxq.board.HorizonOptions, fxq.export.export_pt2, fxq.export.export_torchscript, fxq.inspect.not_fused, fxq.QConfig)),
+    *map(row, (fxq.board.HorizonOptions, fxq.export.export_pt2, fxq.inspect.not_fused, fxq.QConfig)),
     *map(row, (fxq.inspect.suspicious_settings, fxq.inspect.shared_scales, fxq.inspect.memory, fxq.inspect.devices)),
     *map(row, (fxq.inspect.compare_weights, fxq.results.Result.compare, fxq.results.Comparison.worst)),
     *map(row, (fxq.results.Comparison.write_tensorboard, fxq.extend.Roofline)),

@@ -62,42 +62,6 @@ def nothing_is_left():
     assert vars(sys.modules[__name__])["math"] is math
 
 
-@pytest.mark.nightly
-def test_many_rounds_of_preparing_calibrating_converting_and_running_in_three_threads():
-    x = torch.randn(5, 6)
-    shared = Sized(3)
-    own = [Sized(width).eval() for width in (2, 4, 5)]
-    qconfig = fxq.QConfig(fxq.ActivationConfig(observer=fxq.observers.MinMaxObserver))
-
-    def compiled(model: nn.Module) -> torch.Tensor:
-        prepared = fxq.calibrate(fxq.prepare(model, x, qconfig=qconfig), [x])
-        return fxq.convert(prepared)(x)
-
-    finished = fxq.quantize(shared, [x]).integer
-    actual = {model: model.eval()(x).detach() for model in (shared, *own)}
-    wanted = {model: compiled(model) for model in (shared, *own)}
-    deployed = finished(x)
-
-    def equal(result: torch.Tensor, want: torch.Tensor) -> bool:
-        return type(result) is torch.Tensor and torch.equal(result, want)
-
-    def rounds(model: nn.Module) -> Callable[[], None]:
-        def work() -> None:
-            for index in range(10):
-                chosen = shared if index % 2 else model
-                assert equal(compiled(chosen), wanted[chosen])
-                assert equal(finished(x), deployed)
-                assert all(equal(served(x), actual[served]) for served in (shared, model))
-
-        return work
-
-    together(*(rounds(model) for model in own))
-    for model in (shared, *own):
-        model.train()
-        assert not torch.equal(model(x), model(x))
-        assert model.norm.num_batches_tracked == 2
-
-
 def test_a_model_that_is_served_while_it_is_prepared_returns_its_tensors():
     model, x, done = Sized(3).eval(), torch.ones(5, 6), threading.Event()
     wanted, kinds = model(x).detach(), set()

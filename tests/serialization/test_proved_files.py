@@ -167,7 +167,6 @@ def test_what_is_not_proved_is_neither_converted_nor_saved_nor_loaded_nor_export
     said = r"%\w+: its sum can reach \d+, and is exact below 16777216"
     writers: dict[str, Callable[[fx.GraphModule, Path], Any]] = {
         "model.fxq": fxq.save, "model.onnx": fxq.export_onnx, "model.c": fxq.export.export_c, "model.pt2": fxq.export.export_pt2,
-        "model.pt": fxq.export.export_torchscript,
     }  # fmt: skip
     for name, write in writers.items():
         with pytest.raises(fxq.errors.ExportError, match=said):

@@ -89,7 +89,6 @@ WRITERS: dict[str, Writer] = {
     "export_c": lambda world, folder: fxq.export.export_c(world.integer, folder / "m.c"),
     "export_c external": lambda world, folder: fxq.export.export_c(world.integer, folder / "m.c", external_data=True),
     "export_pt2": lambda world, folder: fxq.export.export_pt2(world.integer, folder / "m.pt2"),
-    "export_torchscript": lambda world, folder: fxq.export.export_torchscript(world.integer, folder / "m.pt"),
     "export_segments": lambda world, folder: fxq.export.export_segments(world.integer, folder),
     "report": lambda world, folder: fxq.report(world.integer, folder / "r.html"),
     "quantize": quantized,

@@ -210,7 +210,6 @@ WRITE: Mapping[str, Callable[[fxq.results.Result, Any], object]] = {
     "export_onnx": lambda result, path: fxq.export_onnx(result.integer, path),
     "export_c": lambda result, path: fxq.export.export_c(result.integer, path),
     "export_pt2": lambda result, path: fxq.export.export_pt2(result.integer, path),
-    "export_torchscript": lambda result, path: fxq.export.export_torchscript(result.integer, path),
     "report": lambda result, path: fxq.report(result.integer, path),
     "checkpoint": lambda result, path: fxq.tuning.distill(
         result.prepared, [torch.randn(8, 3, 8, 8)], steps=1, options=fxq.Options(checkpoint=path)
