@@ -404,7 +404,7 @@ def _uniform(choices: Choices, widths: Sequence[int], budget: Budget) -> list[tu
 NAMED = 6  # tensors that the sentence names, at most
 MARGIN = 0.8  # of the noise that an accuracy allows, which is left by estimate
 FELT = 0.01  # of the noise that is left, which a tensor has to lower where the accuracy is out of reach
-RAISES = 2  # how often a choice is extended that misses the accuracy in integers
+RAISES = 3  # how often a choice is extended that misses the accuracy in integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -450,8 +450,8 @@ def widen(work: Work, goal: float) -> tuple[fx.GraphModule, Widened]:
     plan, allowed = Widening(work.prepared, work.samples, work.options), 10 ** (-goal / 10)
     after, share, dtypes = plan.before, 1.0, dict[str, str]()
     best = after, work.prepared, work.base, dtypes
-    for _ in range(1 + RAISES):
-        share *= MARGIN * allowed / after
+    for raised in range(1 + RAISES):
+        share *= MARGIN * allowed / after if raised < RAISES else 0.0  # the last time all that is felt
         if after <= allowed or dtypes == (dtypes := plan.choose(share)):
             break
         mapping = plan.choices.mapping(work.base, dtypes)

@@ -450,3 +450,15 @@ def test_a_dtype_that_check_refuses_is_no_choice(target: str, narrow: set[str]) 
     wide = {name: "int16" for name, choice in choices.items() if "int16" in choice.dtypes}
     widest = fxq.prepare(Averaged().eval(), x, target, choices.mapping(fxq.QConfigMapping(), wide))
     assert set(fxq.check(widest)) <= set(fxq.check(prepared))
+
+
+def test_a_residual_of_16_bits_is_a_choice_where_layers_read_8(tmp_path: Path) -> None:
+    model = shared.Network(
+        lambda m, x: m.c((y := m.a(x)) + m.b(y.sigmoid())), a=nn.Linear(4, 6), b=nn.Linear(6, 6), c=nn.Linear(6, 2)
+    ).eval()
+    x = torch.randn(8, 4)
+    assert Choices(fxq.prepare(model, x, "bayes-e"), (16,))["a"].dtypes == ("int8", "int16")
+    rules = fxq.QConfigMapping().set_module_name("a", fxq.QConfig(fxq.ActivationConfig("int16")))
+    assert not fxq.check(model, x, "bayes-e", rules)
+    result = fxq.quantize(model, [x], "bayes-e", rules)
+    assert result.verify(result.export(tmp_path / "model.onnx"), [x])
