@@ -486,9 +486,8 @@ class Widening:
 
     def cost(self, dtypes: Mapping[str, str]) -> float:
         """Return the share of time that these dtypes add by the target's peak rates, or else of bit operations."""
-        limit = "bit_operations" if self.speed is None else "latency"
-        with_them, before = (costs(self.choices, each, self.speed)[limit] for each in (dtypes, {}))
-        return with_them / before - 1 if before else 0.0
+        wide, now = ([*costs(self.choices, each, self.speed).values()][-1] for each in (dtypes, {}))  # latency is last, where it is there
+        return wide / now - 1 if now else 0.0
 
     def choose(self, share: float) -> dict[str, str]:
         """Return the dtypes of the least costly tensors and weights with which at most this share of the noise is left, by estimate."""
