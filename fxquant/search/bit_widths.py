@@ -404,7 +404,7 @@ def _uniform(choices: Choices, widths: Sequence[int], budget: Budget) -> list[tu
 NAMED = 6  # tensors that the sentence names, at most
 MARGIN = 0.8  # of the noise that an accuracy allows, which is left by estimate
 FELT = 0.01  # of the noise that is left, which a tensor has to lower where the accuracy is out of reach
-RAISES = 2  # how often a choice is extended that misses the accuracy in integers
+RAISES = 3  # how often a choice is extended that misses the accuracy in integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -450,8 +450,8 @@ def widen(work: Work, goal: float) -> tuple[fx.GraphModule, Widened]:
     plan, allowed = Widening(work.prepared, work.samples, work.options), 10 ** (-goal / 10)
     after, share, dtypes = plan.before, 1.0, dict[str, str]()
     best = after, work.prepared, work.base, dtypes
-    for _ in range(1 + RAISES):
-        share *= MARGIN * allowed / after
+    for raised in range(1 + RAISES):
+        share *= MARGIN * allowed / after if raised < RAISES else 0.0  # the last time all that is felt
         if after <= allowed or dtypes == (dtypes := plan.choose(share)):
             break
         mapping = plan.choices.mapping(work.base, dtypes)
@@ -486,9 +486,8 @@ class Widening:
 
     def cost(self, dtypes: Mapping[str, str]) -> float:
         """Return the share of time that these dtypes add by the target's peak rates, or else of bit operations."""
-        limit = "bit_operations" if self.speed is None else "latency"
-        with_them, before = (costs(self.choices, each, self.speed)[limit] for each in (dtypes, {}))
-        return with_them / before - 1 if before else 0.0
+        wide, now = ([*costs(self.choices, each, self.speed).values()][-1] for each in (dtypes, {}))  # latency is last, where it is there
+        return wide / now - 1 if now else 0.0
 
     def choose(self, share: float) -> dict[str, str]:
         """Return the dtypes of the least costly tensors and weights with which at most this share of the noise is left, by estimate."""

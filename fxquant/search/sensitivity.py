@@ -97,8 +97,8 @@ class Sensitivity(Mapping[str, TensorSensitivity]):
 
     def gains(self, width: int) -> dict[str, tuple[str, float]]:
         """Return the tensors that lose less with `width` bits, the most first, by name: that dtype, and how much less."""
-        wider = [(each, dtype) for each in self.tensors for dtype in each.loss if bits(dtype) == width and dtype != each.dtype]
-        gains = {each.name: (dtype, each.loss[each.dtype] - each.loss[dtype]) for each, dtype in wider}
+        there = [(each, dtype) for each in self.tensors for dtype in each.loss if bits(dtype) == width]
+        gains = {each.name: (dtype, each.loss[each.dtype] - each.loss[dtype]) for each, dtype in there}
         return dict(sorted(((name, gain) for name, gain in gains.items() if gain[1] > 0), key=lambda item: item[1][1], reverse=True))
 
     def __str__(self) -> str:

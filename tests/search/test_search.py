@@ -336,11 +336,9 @@ def test_an_accuracy_that_is_there_widens_nothing_and_one_out_of_reach_says_so(m
 def test_the_widest_share_is_chosen_at_no_more_cost_than_needed(prepared: Any, batches: list[Tensor]) -> None:
     plan = Widening(prepared, [[batch] for batch in batches], fxq.Options())
     for share in (0.9, 0.5, 0.2):
-        dtypes = plan.choose(share)
-        gained = {name: plan.gains[name][1] for name in dtypes}
-        left = plan.total - sum(gained.values())
-        assert left <= share * plan.total
-        assert all(left + gain > share * plan.total for gain in gained.values())  # each is needed
+        gained = [plan.gains[name][1] for name in plan.choose(share)]
+        left = plan.total - sum(gained)
+        assert left <= share * plan.total < left + min(gained)  # each is needed
     proposed = plan.proposed(measure.decibels(plan.before) + 3)
     assert proposed.before < proposed.goal <= proposed.after
 
@@ -438,3 +436,15 @@ def test_a_dtype_that_check_refuses_is_no_choice(target: str, narrow: set[str]) 
     wide = {name: "int16" for name, choice in choices.items() if "int16" in choice.dtypes}
     widest = fxq.prepare(Averaged().eval(), x, target, choices.mapping(fxq.QConfigMapping(), wide))
     assert set(fxq.check(widest)) <= set(fxq.check(prepared))
+
+
+def test_a_residual_of_16_bits_is_a_choice_where_layers_read_8(tmp_path: Path) -> None:
+    model = shared.Network(
+        lambda m, x: m.c((y := m.a(x)) + m.b(y.sigmoid())), a=nn.Linear(4, 6), b=nn.Linear(6, 6), c=nn.Linear(6, 2)
+    ).eval()
+    x = torch.randn(8, 4)
+    assert Choices(fxq.prepare(model, x, "bayes-e"), (16,))["a"].dtypes == ("int8", "int16")
+    rules = fxq.QConfigMapping().set_module_name("a", fxq.QConfig(fxq.ActivationConfig("int16")))
+    assert not fxq.check(model, x, "bayes-e", rules)
+    result = fxq.quantize(model, [x], "bayes-e", rules)
+    assert result.verify(result.export(tmp_path / "model.onnx"), [x])
