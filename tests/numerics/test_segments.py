@@ -37,7 +37,7 @@ def form_of(name: str, settings: dict[str, Any]) -> Segments | None:
 
 
 @pytest.mark.parametrize(("name", "settings", "scale", "step", "expected"), recorded())
-def test_segments_give_the_integers_of_the_simulator(name: str, settings: dict[str, Any], scale: float, step: float, expected: Tensor) -> None:
+def test_segments_give_the_simulators_integers(name: str, settings: dict[str, Any], scale: float, step: float, expected: Tensor) -> None:
     form = form_of(name, settings)
     assert form is not None
     assert torch.equal(by_segments(form, torch.tensor(scale), Grid(INT16, torch.tensor(step)), KEPT), expected)
@@ -68,7 +68,8 @@ def test_a_softmax_keeps_55_decibels_by_segments(scores: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "because"), [(F.hardswish, "has other segments"), (lambda x: torch.exp(3 * torch.clamp(x, max=0) - 6), "has other segments")]
+    ("function", "because"),
+    [(F.hardswish, "has other segments"), (lambda x: torch.exp(3 * torch.clamp(x, max=0) - 6), "has other segments")],
 )
 def test_a_table_that_the_chip_does_not_have_is_refused(function: Any, because: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="cannot be carried to the chip") as refused:
