@@ -383,7 +383,7 @@ def _check_table(node: fx.Node, described: QParams | None, lowered: Operation | 
     """Raise ExportError for a sum on steps that the compiler raises, and for a table of 16 bits that differs from its segments."""
     because = None
     if described is not None and described.dtype == "int32" and float(torch.as_tensor(described.scale).min()) < FLOAT32_EPSILON:
-        because = "the vendor's compiler raises steps of sums to 2^-23, and what is left of the weights would be too little"
+        because = "the vendor's compiler raises steps of sums to 2^-23, and makes the weights smaller by as much"
     if node.target is lookup and lowered is not None and described is not None:
         first = node.all_input_nodes[0]
         operand, name, settings = qparams(first), lowered.name, {key: value for key, value in lowered.arguments.items() if key != "input"}

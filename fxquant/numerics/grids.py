@@ -420,7 +420,7 @@ def evenly(start: Tensor, stop: Tensor, parts: int) -> Tensor:
 
 
 def _knots(form: Segments, first: Tensor, last: Tensor) -> Tensor:
-    """Return the ends of the tables, 7 float32 numbers: between two of them the function's slope changes by a sixth of its whole change."""
+    """Return the ends of the tables, 7 float32 numbers: from one to the next the slope changes by a sixth of its whole change."""
     places = evenly(first, last, PLACES)
     changes = form.function(places).diff(n=2).abs().double().cumsum(0).float()
     reached = torch.searchsorted(changes / changes[-1], torch.arange(1, TABLES, device="cpu") / TABLES) + 2

@@ -29,12 +29,11 @@ STEEP = 2.0**7  # a slope at which one step of an 8-bit operand of ±1 is the wh
 
 def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.0, offset: float = 0.0, **settings: Any) -> Quantized:
     """Return the integers of a unary function of factor · input + offset, by a table on the operand's grid; of float32 numbers."""
-    in_float32 = lowering.arithmetic.float32_tables and input.dtype.bits <= 8
+    as_chip = lowering.arithmetic.float32_tables if input.dtype.bits <= 8 else lowering.arithmetic.segments
     numbers: tuple[float, float, Settings] = to_float32((factor, offset, tuple(settings.items())))
-    has_segments = lowering.arithmetic.segments and input.dtype.bits > 8 and segments_of(name, *numbers) is not None
 
     def entries(points: Tensor | None = None) -> Tensor:
-        chosen = name, *numbers, _plain(input.grid), _plain(lowering.output.grid), in_float32, has_segments
+        chosen = name, *numbers, _plain(input.grid), _plain(lowering.output.grid), as_chip
         return (_entries(*chosen) if points is None else _made(*chosen, points)).to(input.scale.device)
 
     def function(x: Tensor) -> Tensor:
@@ -96,15 +95,15 @@ def segments_of(name: str, factor: float, offset: float, settings: Settings) -> 
 
 
 def _made(
-    name: str, factor: float, offset: float, settings: Settings, input: PlainGrid, output: PlainGrid, in_float32: bool, has_segments: bool,
+    name: str, factor: float, offset: float, settings: Settings, input: PlainGrid, output: PlainGrid, as_chip: bool,
     points: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute the table of a unary function of factor · x + offset, or its entries at these points alone."""
-    form = segments_of(name, factor, offset, settings) if has_segments else None
+    wide = input[0].bits > 8
+    form = segments_of(name, factor, offset, settings) if as_chip and wide else None
     if form is not None:
-        grid = _grid(*input)
-        every = torch.arange(grid.low, grid.high + 1, device="cpu") if points is None else points.long()
-        return by_segments(form, grid.scale, _grid(*output), every)
+        every = torch.arange(input[0].low, input[0].high + 1, device="cpu") if points is None else points.long()
+        return by_segments(form, _grid(*input).scale, _grid(*output), every)
     function, exact = UNARY[name]
     chosen = dict(settings)
 
@@ -119,7 +118,9 @@ def _made(
         return below
 
     undefined = has_none if name in WITHOUT_NEGATIVE else None
-    return table(None if name in ON_TENSORS else on_numbers, _grid(*input), _grid(*output), on_tensors, undefined, points, in_float32)
+    return table(
+        None if name in ON_TENSORS else on_numbers, _grid(*input), _grid(*output), on_tensors, undefined, points, as_chip and not wide
+    )
 
 
 # Callers must not write into what is held: 64 MiB of int16 tables. While scales do not change, the same ones are requested at every step.
