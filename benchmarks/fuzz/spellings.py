@@ -26,7 +26,7 @@ FLOAT = "float"  # the operator of what the table may not know
 UNWRITTEN = (  # made by passes, never written by a user
     *(QUANTIZE.name, DEQUANTIZE.name, REQUANTIZE.name, "shifted", "scale_channels"),
     *("exponential", "inverse_root", "bounded_inverse", "of_one_magnitude", "kept", "added", "masked_softmax", "ranked", "pick"),
-    *("log_of_one_and_exponential", "angle_of_share", "loop_item", "loop_state", "loop_carry", "loop_last", "loop_stack"),
+    *("log_of_one_and_exponential", "angle_of_share", "loop_item", "loop_state", "loop_carry", "loop_last", "loop_stack", "over_lengths"),
     *("sum_at", "index_sum", "finely", "in_dtype", "log_of_base", "dynamic_linear"),
     *("meshgrid", "as_strided"),  # of what has no batch, and of inputs alone
 )
