@@ -9,7 +9,6 @@ from fxquant.quantization.observers import (
     KLObserver,
     LpObserver,
     MinMaxObserver,
-    MixObserver,
     MovingAverageMinMaxObserver,
     MSEObserver,
     Observer,
@@ -18,5 +17,5 @@ from fxquant.quantization.observers import (
 
 __all__ = [
     "ClipObserver", "ClipStdObserver", "FixedScaleObserver", "HistogramObserver", "KLObserver", "LpObserver", "MSEObserver",
-    "MinMaxObserver", "MixObserver", "MovingAverageMinMaxObserver", "Observations", "Observer", "PercentileObserver", "observations",
+    "MinMaxObserver", "MovingAverageMinMaxObserver", "Observations", "Observer", "PercentileObserver", "observations",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -368,15 +369,17 @@ def _check_node(node: fx.Node) -> None:
 
 def _check_rounded_once(node: fx.Node, described: QParams | None, lowered: Operation | None) -> None:
     """Raise ExportError for averages over sequences and int16 of transposed convolutions, which are rounded twice, and for volumes."""
-    what, because = f"%{node.name} would have other values on the chip", "the vendor's compiler rounds it twice"
-    if node.op == "call_function" and node.target in PRIMITIVES and role_of(node.target) is Role.CONVOLUTION and len(fact(node).shape) == 5:
-        raise ExportError(what, node=node, because="its simulator computes other volumes", remedy="use two-dimensional layers")
-    if node.target is sum_pool and len(fact(node).shape) == 3:
+    role = role_of(node.target) if node.op == "call_function" and node.target in PRIMITIVES else None
+    because = "the vendor's compiler rounds it twice"
+    if role is Role.CONVOLUTION and len(fact(node).shape) == 5:
+        because, remedy = "its simulator computes other volumes", "use two-dimensional layers"
+    elif node.target is sum_pool and len(fact(node).shape) == 3:
         remedy = "pool an image: F.avg_pool2d(x[..., None], (k, 1))[..., 0]"
-        raise ExportError(what, node=node, because=because, remedy=remedy)
-    if lowered is not None and BY_NAME[lowered.name].function in TRANSPOSED and described is not None and described.dtype == "int16":
+    elif lowered is not None and BY_NAME[lowered.name].function in TRANSPOSED and described is not None and described.dtype == "int16":
         remedy = "give it 8 bits: set_module_name(…, fxq.QConfig(fxq.ActivationConfig('int8'))) in the qconfig mapping"
-        raise ExportError(what, node=node, because=because, remedy=remedy)
+    else:
+        return
+    raise ExportError(f"%{node.name} would have other values on the chip", node=node, because=because, remedy=remedy)
 
 
 def _check_table(node: fx.Node, described: QParams | None, lowered: Operation | None) -> None:
@@ -387,9 +390,9 @@ def _check_table(node: fx.Node, described: QParams | None, lowered: Operation | 
     if node.target is lookup and lowered is not None and described is not None:
         first = node.all_input_nodes[0]
         operand, name, settings = qparams(first), lowered.name, {key: value for key, value in lowered.arguments.items() if key != "input"}
-        shifted = name == "shifted"
-        chosen = tuple(settings[key] for key in ("function", "factor", "offset", "settings")) if shifted else (name, 1, 0, settings)
-        form = segments_of(*chosen[:3], tuple(chosen[3].items()))
+        of = itemgetter("function", "factor", "offset", "settings") if name == "shifted" else lambda own: (name, 1, 0, own)
+        *chosen, values = of(settings)
+        form = segments_of(*chosen, tuple(values.items()))
         wide = operand is not None and "int16" in (operand.dtype, described.dtype)
         if wide and (form is None or operand.dtype != "int16"):
             because = "the vendor's compiler has other segments for it at 16 bits, or none"

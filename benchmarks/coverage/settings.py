@@ -231,7 +231,7 @@ chapter(
     ("states for calibration, training, validation", lambda h: [fxq.set_state(h.prepared(), s) for s in fxq.State]),
     *(
         (f"{name}", lambda h, name=name: observer(h, name))
-        for name in ("min_max", "moving_average", "percentile", "mse", "kl", "mix", "clip_std", "lp")
+        for name in ("min_max", "moving_average", "percentile", "mse", "kl", "clip_std", "lp")
     ),
     ("bounds, and a fixed threshold",
      lambda h: (observer(h, fxq.observers.ClipObserver(-2, 2)), observer(h, fxq.observers.FixedScaleObserver(threshold=4.0)))),

@@ -80,7 +80,7 @@ Remedy = Callable[[State], Proposals]  # one way to lose less
 
 
 OBSERVERS: Mapping[str, Any] = {
-    **{"Histogram": kinds.HistogramObserver, "MSE": kinds.MSEObserver, "KL": kinds.KLObserver, "Mix": kinds.MixObserver},
+    **{"Histogram": kinds.HistogramObserver, "MSE": kinds.MSEObserver, "KL": kinds.KLObserver},
     **{"MinMax": kinds.MinMaxObserver, "MovingAverageMinMax": kinds.MovingAverageMinMaxObserver},
     **{f"Lp {p:g}": kinds.LpObserver(p) for p in (2.4, 3.0, 4.0)},
     **{f"Percentile {percentile:g}": kinds.PercentileObserver(percentile) for percentile in (99.999, 99.99, 99.9)},

@@ -245,22 +245,6 @@ def two() -> tuple[fxq.results.Result, list[tuple[Tensor, Tensor]]]:
     return fxq.quantize(model.eval(), pairs, target="nash-e"), pairs
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("layer", ["layer_self_attn_linear_2", "layer_self_attn_mul"])
-def test_a_scale_inside_of_an_attention_is_named(layer: str) -> None:
-    """The float model has one module in its place; the prepared one has its parts."""
-    result = compiled(Encoder)
-    assert not result.compare(batches()).advice
-    prepared = copy.deepcopy(result.prepared)
-    fxq.set_qparams(prepared, {layer: fxq.qparams(prepared)[layer] / 8})
-    integer = fxq.convert(prepared)
-    whole = first(fxq.compare(result.float, integer, batches()))
-    assert (whole.layer, whole.rule) == ("layer_self_attn", "inside")
-    assert "prepared=" in whole.cure
-    part = first(fxq.compare(result.float, integer, batches(), prepared=prepared))
-    assert (part.layer, part.rule) == (layer, "scale_too_small")
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("what", ["running_mean", "running_var", "both"])
 @pytest.mark.parametrize("layer", ["stem", "body", "down"])

@@ -219,7 +219,7 @@ ROWS = (
     *map(row, (fxq.inspect.compare_weights, fxq.results.Result.compare, fxq.results.Comparison.worst)),
     *map(row, (fxq.results.Comparison.write_tensorboard, fxq.extend.Roofline)),
     *map(row, (RULES.set_global, RULES.set_object_type, RULES.set_module_name, fxq.save_qconfig)),
-    *map(row, (fxq.observers.HistogramObserver, fxq.observers.MSEObserver, fxq.observers.KLObserver, fxq.observers.MixObserver)),
+    *map(row, (fxq.observers.HistogramObserver, fxq.observers.MSEObserver, fxq.observers.KLObserver)),
     *map(row, (fxq.observers.PercentileObserver, fxq.observers.LpObserver, fxq.observers.ClipStdObserver)),
     row(fxq.observers.MovingAverageMinMaxObserver),
     row(fxq.inspect.parse, {"written": lambda w: "%x = input"}, written=["", 5, "%x = "], attributes=[5, "conv"]),

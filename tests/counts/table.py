@@ -1,22 +1,19 @@
 """The table of counts: reading, comparing, and writing it.     python -m tests.counts.table
 
-One row for each network, target and count. A count of kernels depends on the machine, so it has a row for each kind of machine, of which
-this one imitates that without a C compiler. Rows of other machines stay as they are.
+One row for each network, target and count. A count that depends on the machine has a row for each kind of machine; rows of other machines
+stay as they are.
 """
 
 import argparse
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
 from fxquant import backends
-from fxquant.backends.cpu import native
 from fxquant.support.progress import progress
 from tests.counts.measures import ANY, FEWER_ARE_BETTER, MEASURES, TARGETS, Count
 from tests.counts.networks import NETWORKS
@@ -115,18 +112,6 @@ def _moved(before: Count, now: Count) -> Iterator[str]:
             yield from (f"             %{name}: {now.why[name]}" for name in names[:LISTED] if name in now.why)
 
 
-# ---- machines ---------------------------------------------------------------------------------------------------------
-DEPENDENT = ("training kernels",)  # measures that depend on the C compiler
-
-
-@contextmanager
-def no_compiler() -> Iterator[None]:
-    """Leave out the kernels in C, inside."""
-    libraries = ("library", "chains_library", "training_library", "joining_library")
-    with mock.patch.multiple(native, **dict.fromkeys(libraries, lambda: "a C compiler was not found")):
-        yield
-
-
 # ---- writing ----------------------------------------------------------------------------------------------------------
 def written(before: Mapping[Row, Count]) -> Table:
     """Return the table as it is to be written: everything that this machine can count, and the rows of other machines."""
@@ -135,9 +120,6 @@ def written(before: Mapping[Row, Count]) -> Table:
     for network, target in progress(jobs, len(jobs), "counting"):
         for measure in (each for each in MEASURES if target in targets_of(each)):
             table |= measured(network, target, measure)
-        with no_compiler():
-            for measure in DEPENDENT:
-                table |= measured(network, target, measure)
     columns = {(row.measure, row.machine) for row in table}
     counts = {row._replace(machine=ANY) for row in table}
     kept = {row: count for row, count in before.items() if (row.measure, row.machine) not in columns}

@@ -7,10 +7,10 @@ from collections.abc import Collection
 
 import pytest
 
-from tests.counts import measures, table
+from tests.counts import table
 from tests.counts.measures import FEWER_ARE_BETTER, MEASURES, TARGETS, Count
 from tests.counts.networks import NETWORKS
-from tests.counts.table import COMMAND, DEPENDENT, Row, Table
+from tests.counts.table import COMMAND, Row, Table
 
 ROWS = table.read()
 
@@ -55,14 +55,6 @@ def rows_of_each(chosen: Collection[str]) -> pytest.MarkDecorator:
 @rows_of_each(MEASURES)
 def test_counts_are_those_of_the_table(measure: str, network: str, target: str) -> None:
     result = table.measured(network, target, measure)
-    compare(result, rows_of(result, network, target))
-
-
-@rows_of_each(DEPENDENT)
-def test_counts_without_a_compiler_are_those_of_the_table(measure: str, network: str, target: str) -> None:
-    measures.compiled(network, target)  # by the kernels of a machine with a compiler, as when the table is written
-    with table.no_compiler():
-        result = table.measured(network, target, measure)
     compare(result, rows_of(result, network, target))
 
 

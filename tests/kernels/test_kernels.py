@@ -18,10 +18,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from benchmarks.zoo.efficientnet import EfficientNetB0
-from benchmarks.zoo.life import live
-from benchmarks.zoo.mobilenet import MobileNetV2, MobileNetV3Small
-from benchmarks.zoo.resnet import ResNet18
 from fxquant import backends
 from fxquant.analysis.explain import OperatorRun, operator_runs
 from fxquant.backends.cpu import compiled as in_c
@@ -42,7 +38,7 @@ from tests.shared.networks import Network, members
 from tests.shared.programs import program, run_python
 
 TARGETS = ("bayes-e", "nash-e", "x86", "bernoulli")
-IN_C = not isinstance(native.library(), str)  # with any set of instructions; without a compiler fewer kernels are there
+pytestmark = pytest.mark.skipif(isinstance(native.library(), str), reason="a C compiler was not found")
 INT8 = fxq.QConfig(fxq.ActivationConfig("int8"))  # also of a last layer, which returns its sum by default
 
 
@@ -131,16 +127,10 @@ def choices(integer: fx.GraphModule) -> dict[str, Choice]:
 
 
 def slow(integer: fx.GraphModule) -> list[tuple[str, str]]:
-    """The operators that run primitives, with their reasons; an empty list where this machine has no kernels in C."""
+    """The operators that run primitives, with their reasons."""
     runs = [(run.layer.name, run.because) for run in computed(integer) if not run.fast]
     assert all(because for _, because in runs)
-    return runs if IN_C else []
-
-
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("library", "chains_library"):
-        monkeypatch.setattr(native, name, lambda: "a C compiler was not found")
+    return runs
 
 
 # ---- equal bits -----------------------------------------------------------------------------------------------------
@@ -160,7 +150,9 @@ def test_a_network_of_every_kernel_has_the_bits_of_its_primitives(target: str) -
     assert report.pairs == ["integer = integer", "integer = kernels"]
 
 
-def test_without_a_compiler_the_primitives_run(no_compiler: None) -> None:
+def test_without_a_compiler_the_primitives_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("library", "chains_library"):
+        monkeypatch.setattr(native, name, lambda: "a C compiler was not found")
     integer, reference = known(target="bayes-e")
     assert_same(integer, reference, images(3, 3, 18, 22))
     assert set(chosen(integer).values()) <= {None, "moved bytes"}
@@ -282,7 +274,7 @@ def test_a_network_of_sequences_has_the_bits_of_its_primitives(target: str) -> N
         assert_same(integer, reference, images(batch, 3, 90, seed=batch))
     assert_same(integer, reference, images(90, 3, 2).permute(2, 1, 0))
     kernels = {kernel for choice in choices(integer).values() if choice.implementation is not None and (kernel := choice.kernel)}
-    assert not IN_C or kernels == {each.name for each in backends.kernels()} - {"dynamic layer", "loop", "product", "recurrence"}
+    assert kernels == {each.name for each in backends.kernels()} - {"dynamic layer", "loop", "product", "recurrence"}
     assert [name for name, choice in choices(integer).items() if choice.disagrees] == []
 
 
@@ -341,7 +333,7 @@ def test_a_long_chain_is_matched_without_recursion() -> None:
     integer, reference = both(Network(repeated), "bayes-e", ordinary(2, 8), qconfig=fxq.QConfig(fxq.ActivationConfig("int16")))
     assert_same(integer, reference, images(2, 8).nan_to_num(0, 3, -3), runs=1)
     used = {choice.implementation for choice in choices(integer).values() if choice.kernel == "chain"}
-    assert used == {"native elementwise chain" if IN_C else None}
+    assert used == {"native elementwise chain"}
 
 
 def test_integers_of_other_signs_are_multiplied() -> None:
@@ -421,7 +413,7 @@ def test_layers_after_a_clamp_at_zero_are_proved_for_integers_that_they_read(tar
     integer, reference = both(limited, target, ordinary(2, 3, 12, 12))
     assert_same(integer, reference, images(2, 3, 12, 12))
     assert len(choices(integer)) > 8
-    assert [name for name, choice in choices(integer).items() if choice.disagrees or (IN_C and choice.implementation is None)] == []
+    assert [name for name, choice in choices(integer).items() if choice.disagrees or choice.implementation is None] == []
 
 
 class Wrong:
@@ -493,7 +485,6 @@ def test_an_implementation_that_is_wrong_is_not_admitted_and_explain_says_so(
     assert told in fxq.explain(integer)
 
 
-@pytest.mark.skipif(not IN_C, reason="the counting is in C")
 @pytest.mark.disagrees
 def test_counting_that_differs_from_that_of_pytorch_is_recorded_like_a_kernel(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -605,18 +596,6 @@ def computed(integer: fx.GraphModule) -> list[OperatorRun]:
     return [run for run in operator_runs(integer) if not run.layer.boundary and not run.moves]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("network", "target"), [(ResNet18, "bayes-e"), (MobileNetV2, "nash-e"), (MobileNetV3Small, "bernoulli2"), (EfficientNetB0, "x86")]
-)
-def test_kernels_compute_networks_of_images(network: type[nn.Module], target: str) -> None:
-    """`benchmarks.integer_speed` has the count for every target."""
-    integer, reference = both(live(network(), 3, 32, 32), target, ordinary(2, 3, 32, 32))
-    assert_same(integer, reference, images(2, 3, 32, 32), runs=1)
-    assert len(slow(integer)) <= 0.05 * len(computed(integer))
-    assert not IN_C or sum(run.macs for run in computed(integer)) == sum(run.layer.macs for run in computed(integer)) > 10**6
-
-
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 def test_explain_has_a_reason_for_every_operator_without_a_kernel(target: str) -> None:
     several = Network(
@@ -632,7 +611,7 @@ def test_explain_has_a_reason_for_every_operator_without_a_kernel(target: str) -
     assert [run.layer.name for run in runs if f"%{run.layer.name}" not in lines] == []
     assert [run.layer.name for run in runs if not run.fast and not run.moves and run.because not in lines[f"%{run.layer.name}"]] == []
     expected = {"no kernel computes transform", "it joins along another dimension than the channels"}
-    assert not IN_C or {run.because for run in runs} >= expected
+    assert {run.because for run in runs} >= expected
 
 
 @pytest.mark.sweep(2)
@@ -668,9 +647,8 @@ def test_sums_that_are_outputs_have_kernels_whatever_their_channels(target: str,
     assert_same(integer, reference, images(3, channels, 6, 7))
     wide = [run for run in computed(integer) if run.layer.dtype == "int32"]
     assert len(wide) == len(layers)
-    if IN_C:
-        assert [(run.layer.name, run.macs) for run in wide] == [(run.layer.name, run.layer.macs) for run in wide]
-        assert {run.because for run in wide} == {"", "no kernel computes clamp_accumulator"}
+    assert [(run.layer.name, run.macs) for run in wide] == [(run.layer.name, run.layer.macs) for run in wide]
+    assert {run.because for run in wide} == {"", "no kernel computes clamp_accumulator"}
 
 
 # ---- the graph, files, copies, threads --------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from fxquant.quantization.observers import (
     KLObserver,
     LpObserver,
     MinMaxObserver,
-    MixObserver,
     MovingAverageMinMaxObserver,
     MSEObserver,
     Observer,
@@ -145,9 +144,7 @@ def test_of_what_functions_read_the_range_has_the_smallest_error_after_them(read
     assert error(*chosen) < 0.9 * error(low, high)
 
 
-@pytest.mark.parametrize(
-    "observer", [PercentileObserver, KLObserver, MixObserver, ClipStdObserver, MinMaxObserver], ids=lambda o: o.__name__
-)
+@pytest.mark.parametrize("observer", [PercentileObserver, KLObserver, ClipStdObserver, MinMaxObserver], ids=lambda o: o.__name__)
 def test_an_observer_that_weighs_no_errors_does_not_ask_what_reads_the_tensor(observer: type[Observer]) -> None:
     filled = observed(observer(), 2 * torch.randn(3000) - 2)
     assert torch.equal(filled.read_by((slope,)).scale(INT8), filled.scale(INT8))
@@ -394,18 +391,6 @@ def test_the_divergence_is_that_of_the_formula(dtype: IntType, bins: int) -> Non
     assert divergence(result) == pytest.approx(min(divergence(end) for end in ends))
 
 
-def test_a_mix_is_the_most_alike_of_four() -> None:
-    values = torch.randn(50_000)
-    values[:3] = 60.0
-
-    def cosine(scale: torch.Tensor) -> float:
-        return float(torch.cosine_similarity((values / scale).round().clamp(INT8.low, INT8.high) * scale, values, dim=0))
-
-    candidates = [cosine(observed(kind(), values).scale(INT8)) for kind in (MinMaxObserver, PercentileObserver, MSEObserver, KLObserver)]
-    assert max(candidates) > min(candidates) + 1e-3
-    assert cosine(observed(MixObserver(), values).scale(INT8)) == pytest.approx(max(candidates), abs=1e-5)
-
-
 @pytest.mark.parametrize("observer", [HistogramObserver, MSEObserver, LpObserver])
 def test_of_powers_of_two_the_one_is_chosen_that_loses_least(observer: type[HistogramObserver]) -> None:
     """The best threshold, just above a power of two, would be rounded up to twice that."""
@@ -443,7 +428,7 @@ def test_what_several_have_seen_is_what_one_would_have(observer: Callable[[], Ob
 
 
 def test_observers_with_settings_go_through_a_file(tmp_path: Path) -> None:
-    observers = [LpObserver(2.5), ClipObserver(-1.5, 2.0), ClipStdObserver(2.5), MixObserver()]
+    observers = [LpObserver(2.5), ClipObserver(-1.5, 2.0), ClipStdObserver(2.5), KLObserver()]
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in observers))
     mapping = fxq.QConfigMapping()
     for index, observer in enumerate(observers):

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 import random
 import sys
 from collections.abc import Mapping
@@ -19,8 +18,7 @@ import fxquant as fxq
 from fxquant.accuracy import measure
 from fxquant.accuracy.choices import Choices
 from fxquant.search import tune as tuner
-from fxquant.search.bit_widths import Widening, costs, fits, optimum, work_of
-from fxquant.search.tune import REMEDIES, Recipe, State
+from fxquant.search.bit_widths import Widening, costs, fits, optimum
 from fxquant.serialization.qconfig import written
 from tests.shared import networks as shared
 from tests.shared.contract import same_state
@@ -390,35 +388,6 @@ def test_tune_stops_within_the_tolerance_and_keeps_a_budget(small: nn.Module, ba
     assert costs(choices, choices.dtypes())["weight_bits"] <= 5
     with pytest.raises(fxq.errors.CalibrationError, match="too little"):
         fxq.tune(small, batches[:1], "nash-e")
-
-
-@pytest.mark.nightly
-def test_tune_tries_what_calibration_corrects_off_and_on(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(4)
-    batches = [torch.randn(32, 3, 8, 8, generator=generator) for _ in range(2)]
-    qconfig = fxq.QConfig(weight=fxq.WeightConfig("int4"))
-    work = work_of(model, batches, "nash-e", qconfig, fxq.Options(), False)
-    state = State(work, Recipe(work.base), None, 4)
-    tried = {
-        f"{name}: {told}": recipe
-        for name in ("bias correction", "rounding of weights", "equalization")
-        for told, recipe in REMEDIES[name](state)
-    }
-    made_here = {"bias correction: off", "equalization: off"}  # only tried where calibration has made them
-    assert [told for told in tried if told not in made_here] == [
-        "bias correction: by all samples",
-        *("rounding of weights: by samples, all weights", "rounding of weights: to the nearest"),
-    ]
-    for told, recipe in tried.items():
-        assert Recipe.of(json.loads(json.dumps(recipe.document()))) == recipe
-        if recipe.methods:
-            continue
-        options = fxq.Options(**recipe.corrections)
-        trial = work.with_mapping(recipe.mapping, options)
-        prepared = fxq.prepare(model, batches[0], "nash-e", recipe.mapping)
-        wanted = fxq.calibrate(prepared, batches, options=options, show_progress=False)
-        assert fxq.verify(trial, fxq.convert(wanted), batches[:1]), told
-        assert told.endswith("all weights") or not fxq.verify(trial, fxq.convert(work.prepared), batches[:1]), told
 
 
 @members(lambda: dict(c=nn.Conv2d(3, 4, 3), d=nn.Conv2d(4, 4, 3), l=nn.Linear(4, 2)))

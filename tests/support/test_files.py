@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -351,11 +350,11 @@ def test_a_qconfig_that_is_nested_too_deeply_is_none(text: str, tmp_path: Path) 
         fxq.load_qconfig(tmp_path / "q.json")
 
 
-def test_in_a_child_a_lock_that_another_thread_held_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, interrupted, forked = SimpleNamespace(lock=threading.Lock()), list[Any](), list[Callable[[Any], None]]()
-    monkeypatch.setattr(files, "in_child", lambda _, function: forked.append(function))
+def test_in_a_child_a_lock_that_another_thread_held_is_new() -> None:
+    owner, interrupted = threading.Event(), list[Any]()  # an object with attributes, which can be referred to weakly
+    owner.lock = lock = threading.Lock()  # type: ignore[attr-defined]
     files.free_in_child(owner, "lock", threading.Lock, interrupted.append)
-    lock = owner.lock
+    forked = files._OWNERS[owner]
     forked[0](owner)
     assert (owner.lock is lock, interrupted) == (True, [])
     with lock:

@@ -3,7 +3,6 @@
 import copy
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -266,21 +265,6 @@ def Masked(self, x: Tensor, mask: Tensor) -> Tensor:
     query, key, value = self.inputs(x).reshape(len(x), -1, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return self.head(self.outputs(attended.transpose(1, 2).reshape(x.shape)))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min])
-def test_distillation_after_a_mask_learns(masked: float) -> None:
-    """A mask of four dimensions is not an image, and one of infinities is not mixed: NaN taught nothing."""
-    basis = torch.randn(4, 16)
-    mask = torch.full((4, 1, 8, 8), masked).triu(1)
-    inputs = [(torch.randn(4, 8, 4) @ basis, mask.clone()) for _ in range(16)]
-    prepared = compiled(Masked().eval(), inputs, "bayes-e", FOUR_BITS).prepared
-    (row,) = fxq.tuning.distill(prepared, inputs, steps=3 * STEPS)
-    assert row.kept
-    assert row.gain > 0.5  # dB
-    assert not distill._is_image(mask)
-    assert distill._is_image(torch.randn(2, 3, 8, 8))
 
 
 def test_distillation_of_whole_numbers_and_shared_weights() -> None:

@@ -5,7 +5,6 @@ from fxquant.quantization.observers.histogram import (
     HistogramObserver,
     KLObserver,
     LpObserver,
-    MixObserver,
     MSEObserver,
     PercentileObserver,
 )
@@ -13,5 +12,5 @@ from fxquant.quantization.observers.ranges import ClipObserver, FixedScaleObserv
 
 __all__ = [
     "ClipObserver", "ClipStdObserver", "FixedScaleObserver", "HistogramObserver", "KLObserver", "LpObserver", "MSEObserver",
-    "MinMaxObserver", "MixObserver", "MovingAverageMinMaxObserver", "Observer", "PercentileObserver",
+    "MinMaxObserver", "MovingAverageMinMaxObserver", "Observer", "PercentileObserver",
 ]  # fmt: skip

@@ -557,22 +557,6 @@ class KLObserver(ThresholdObserver, names="kl entropy"):
         return torch.minimum(ends[_divergences(counts, ends, levels).argmin()] * (self.reach.double() / self.bins), largest)
 
 
-class MixObserver(KLObserver, names="mix"):
-    """Covers the one of four ranges whose quantized values have the largest cosine similarity with the observed ones.
-
-    The four are everything, the 99.99th percentile, the least squared error, and the least Kullback-Leibler divergence.
-    """
-
-    def threshold(self, dtype: IntType) -> Tensor:
-        candidates = (
-            self.largest.double(),
-            HistogramObserver.threshold(self, dtype),
-            self.at_percentile(USUAL_PERCENTILE).double(),
-            super().threshold(dtype),
-        )
-        return max(candidates, key=lambda threshold: _similarity(self, threshold, dtype))
-
-
 def within(histogram: HistogramObserver, threshold: Tensor) -> tuple[Tensor, Tensor]:
     """Return the observed range, clamped to ±threshold: it covers the same values as the threshold does."""
     low, high = histogram.ends()
@@ -595,15 +579,3 @@ def _divergences(counts: Tensor, ends: Tensor, levels: int) -> Tensor:
     clipped, shown = clipped / clipped.sum(1, keepdim=True), shown / shown.sum(1, keepdim=True).clamp_min(1e-300)
     # Where the last bin holds nothing but what lies beyond, `shown` is 0 and the divergence infinite.
     return torch.where(clipped > 0, clipped * (clipped / shown).log(), 0.0).sum(1)
-
-
-def _similarity(histogram: HistogramObserver, threshold: Tensor, dtype: IntType) -> float:
-    """Return the cosine similarity of the observed values and their quantized values, with a grid up to a threshold."""
-    points, counts = histogram.points()
-    if dtype.affine:
-        scale, zero = (part.double() for part in grid_from_range(*within(histogram, threshold.float()), dtype))
-    else:
-        scale, zero = threshold / dtype.divisor, torch.zeros((), dtype=torch.float64, device=points.device)
-    quantized = torch.clamp(torch.round(points / scale), dtype.low - zero, dtype.high - zero) * scale
-    product, own, other = ((a * b * counts).sum() for a, b in ((points, quantized), (points, points), (quantized, quantized)))
-    return float(product / (own * other).sqrt()) if float(other) > 0 else 0.0

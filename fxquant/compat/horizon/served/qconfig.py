@@ -120,7 +120,7 @@ OBSERVERS: dict[str, Callable[[float, dict[str, Any]], Any]] = {
     mse: lambda *_: fxq.observers.HistogramObserver,  # the squared error, also of later values; one observer for calibration and training
     clip_std: lambda _, settings: fxq.observers.ClipStdObserver(float(settings.pop("std_scale", 3.0))),
     kl: lambda *_: fxq.observers.KLObserver,
-    mix: lambda *_: fxq.observers.MixObserver,
+    mix: lambda *_: fxq.observers.HistogramObserver,  # calibration then chooses ranges by the outputs, among more than these
 }
 WEIGHT_OBSERVERS = (None, min_max)
 
