@@ -135,7 +135,7 @@ def arranged(instructions: str, monkeypatch: pytest.MonkeyPatch) -> list[native.
 def test_weights_that_are_not_proved(
     target: str, layer: nn.Module, sizes: tuple[int, ...], way: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AVX2 moves an operand around 128, and multiplies apart what is too much of it; a channel that is padding is left out of windows."""
+    """AVX2 moves an operand around 128, and multiplies the excess of large pairs apart; windows leave out a channel of padding."""
     all_sums = arranged("avx2", monkeypatch)
     [*layer.modules()][-1].weight.data.sign_()  # type: ignore[union-attr, operator]
     assert_kernels(nn.Sequential(layer), target, *sizes, moves=False)
