@@ -255,6 +255,8 @@ def refusals(integer: fx.GraphModule) -> list[ExportError]:
     for node in integer.graph.nodes:
         try:
             _check_node(node)
+            if integer.meta["target"].compiler == HB_MAPPER.compiler:
+                _check_table(node)
         except ExportError as error:
             errors.append(error)
     for node, breach in refused(integer):
@@ -337,7 +339,6 @@ def _check_node(node: fx.Node) -> None:
         remedy = "leave out dynamic=True, or keep the layer in float"
         raise ExportError(what, node=node, because="its scales are not known before it runs", remedy=remedy)
     _check_bits(node)
-    _check_table(node)
     described, lowered = qparams(node), operation(node)
     if described is None or lowered is None or described.dtype not in ("int8", "int4", "int16"):
         return
@@ -363,28 +364,20 @@ def _check_node(node: fx.Node) -> None:
 
 def _check_table(node: fx.Node) -> None:
     """Raise ExportError for a sum on steps that the compiler raises, and for a table of 16 bits that differs from its segments."""
-    described, lowered = qparams(node), operation(node)
-    because = None
+    described, lowered, because = qparams(node), operation(node), None
+    operand = qparams(node.all_input_nodes[0]) if node.all_input_nodes else None
     if described is not None and described.dtype == "int32" and float(torch.as_tensor(described.scale).min()) < FLOAT32_EPSILON:
         because = "the vendor's compiler raises steps of sums to 2^-23, and makes the weights smaller by as much"
-    if node.target is lookup and lowered is not None and described is not None:
-        first = node.all_input_nodes[0]
-        operand, name, settings = qparams(first), lowered.name, {key: value for key, value in lowered.arguments.items() if key != "input"}
-        chosen = (
-            (settings["function"], settings["factor"], settings["offset"], settings["settings"])
-            if name == "shifted"
-            else (name, 1, 0, settings)
-        )
-        form = segments_of(*chosen[:3], tuple(chosen[3].items()))
-        wide = operand is not None and "int16" in (operand.dtype, described.dtype)
-        if wide and (form is None or operand.dtype != "int16"):
+    elif node.target is lookup and lowered and operand and described and "int16" in (operand.dtype, described.dtype):
+        settings = {key: value for key, value in lowered.arguments.items() if key != "input"}
+        chosen = settings if lowered.name == "shifted" else {"function": lowered.name, "factor": 1, "offset": 0, "settings": settings}
+        form = segments_of(chosen["function"], chosen["factor"], chosen["offset"], tuple(chosen["settings"].items()))
+        if form is None or operand.dtype != "int16":
             because = "the vendor's compiler has other segments for it at 16 bits, or none"
-        elif wide and wraps(form, torch.as_tensor(operand.scale), torch.as_tensor(described.scale)):
+        elif wraps(form, torch.as_tensor(operand.scale), torch.as_tensor(described.scale)):
             because = "at the end of its operand's range it exceeds its own by 2^16, and the chip returns the lowest integer there"
     if because is not None:
-        remedy = (
-            "quantize its operand and its result as int8, with fxq.ActivationConfig('int8') in the qconfig mapping, or keep it in float"
-        )
+        remedy = "quantize its operand and result as int8: fxq.ActivationConfig('int8') in the qconfig mapping, or keep it in float"
         raise ExportError(f"%{node.name} cannot be carried to the chip", node=node, because=because, remedy=remedy)
 
 

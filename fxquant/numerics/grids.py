@@ -389,8 +389,7 @@ def _table_entry(function: Callable[[float], float] | None, x: float, output_sca
 
 
 # ---- Functions of 16 bits by segments: six tables between two straight lines ------------------------------------------
-PLACES = 256  # distances between the places at which the slope's changes are compared
-TABLES, LAST, STEP = 6, 63, 256  # tables; the last entry of each; positions from one entry to the next
+PLACES, TABLES, LAST, STEP = 256, 6, 63, 256  # distances between places; tables; the last entry of each; positions between two entries
 LEAST = 1e-6  # the smallest operand of a function with a pole at 0
 OVERFLOW = 2.0**31  # an entry of this many steps and above becomes the lowest integer
 
