@@ -370,7 +370,9 @@ def _check_table(node: fx.Node) -> None:
         because = "the vendor's compiler raises steps of sums to 2^-23, and makes the weights smaller by as much"
     elif node.target is lookup and lowered and operand and described and "int16" in (operand.dtype, described.dtype):
         settings = {key: value for key, value in lowered.arguments.items() if key != "input"}
-        chosen = settings if lowered.name == "shifted" else {"function": lowered.name, "factor": 1, "offset": 0, "settings": settings}
+        chosen: dict[str, Any] = (
+            settings if lowered.name == "shifted" else {"function": lowered.name, "factor": 1, "offset": 0, "settings": settings}
+        )
         form = segments_of(chosen["function"], chosen["factor"], chosen["offset"], tuple(chosen["settings"].items()))
         if form is None or operand.dtype != "int16":
             because = "the vendor's compiler has other segments for it at 16 bits, or none"
