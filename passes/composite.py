@@ -44,8 +44,9 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
         because = _why_whole(node, composite, arguments) or (None if config.dynamic else needed.get(node))
         if not because:
             activations = (*context.target.activations, *(context.target.recurrent if composite.recurs else ()))
-            facts_of_target = {"normalizes_items": context.target.normalizes_items, "segments": context.target.arithmetic.segments}
-            build = Builder(composite.name, node, activations, real=config.dynamic, **facts_of_target)
+            target = context.target
+            by_items, segments = target.normalizes_items, target.arithmetic.segments
+            build = Builder(composite.name, node, activations, real=config.dynamic, normalizes_items=by_items, segments=segments)
             result: Any = None
             because = None
             try:

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -259,6 +258,8 @@ def refusals(integer: fx.GraphModule) -> list[ExportError]:
     for node in integer.graph.nodes:
         try:
             _check_node(node)
+            if integer.meta["target"].compiler == HB_MAPPER.compiler:
+                _check_table(node)
         except ExportError as error:
             errors.append(error)
     for node, breach in refused(integer):
@@ -385,21 +386,20 @@ def _check_rounded_once(node: fx.Node, described: QParams | None, lowered: Opera
 def _check_table(node: fx.Node, described: QParams | None, lowered: Operation | None) -> None:
     """Raise ExportError for a sum on steps that the compiler raises, and for a table of 16 bits that differs from its segments."""
     because = None
+    operand = qparams(node.all_input_nodes[0]) if node.all_input_nodes else None
     if described is not None and described.dtype == "int32" and float(torch.as_tensor(described.scale).min()) < FLOAT32_EPSILON:
         because = "the vendor's compiler raises steps of sums to 2^-23, and makes the weights smaller by as much"
-    if node.target is lookup and lowered is not None and described is not None:
-        first = node.all_input_nodes[0]
-        operand, name, settings = qparams(first), lowered.name, {key: value for key, value in lowered.arguments.items() if key != "input"}
-        of = itemgetter("function", "factor", "offset", "settings") if name == "shifted" else lambda own: (name, 1, 0, own)
-        *chosen, values = of(settings)
-        form = segments_of(*chosen, tuple(values.items()))
-        wide = operand is not None and "int16" in (operand.dtype, described.dtype)
-        if wide and (form is None or operand.dtype != "int16"):
+    elif node.target is lookup and lowered and operand and described and "int16" in (operand.dtype, described.dtype):
+        settings = {key: value for key, value in lowered.arguments.items() if key != "input"}
+        plain = {"function": lowered.name, "factor": 1, "offset": 0, "settings": settings}
+        chosen: dict[str, Any] = settings if lowered.name == "shifted" else plain
+        form = segments_of(chosen["function"], chosen["factor"], chosen["offset"], tuple(chosen["settings"].items()))
+        if form is None or operand.dtype != "int16":
             because = "the vendor's compiler has other segments for it at 16 bits, or none"
-        elif wide and wraps(form, torch.as_tensor(operand.scale), torch.as_tensor(described.scale)):
+        elif wraps(form, torch.as_tensor(operand.scale), torch.as_tensor(described.scale)):
             because = "at the end of its operand's range it exceeds its own by 2^16, and the chip returns the lowest integer there"
     if because is not None:
-        remedy = "quantize its operand and result as int8: fxq.ActivationConfig('int8') in the qconfig mapping; or keep it in float"
+        remedy = "quantize its operand and result as int8: fxq.ActivationConfig('int8') in the qconfig mapping, or keep it in float"
         raise ExportError(f"%{node.name} cannot be carried to the chip", node=node, because=because, remedy=remedy)
 
 

@@ -389,26 +389,18 @@ def _table_entry(function: Callable[[float], float] | None, x: float, output_sca
 
 
 # ---- Functions of 16 bits by segments: six tables between two straight lines ------------------------------------------
-PLACES = 256  # distances between the places at which the slope's changes are compared
-TABLES, LAST, STEP = 6, 63, 256  # tables; the last entry of each; positions from one entry to the next
-LEAST = 1e-6  # the smallest operand of a function with a pole at 0
-OVERFLOW = 2.0**31  # an entry of this many steps and above becomes the lowest integer
+PLACES, TABLES, LAST, STEP = 256, 6, 63, 256  # distances between places; tables; the last entry of each; positions between two entries
+LEAST, OVERFLOW = 1e-6, 2.0**31  # the least operand of a function with a pole; the steps from which an entry becomes the lowest integer
 
 
 @dataclass(frozen=True)
 class Segments:
-    """A unary function as a chip evaluates it to find the segments that replace it.
+    """A unary function as a chip evaluates it to find the segments that replace it."""
 
-    function  computes it on float32 tensors, rounding to float32 as the chip's compiler does
-    parity    1 for an even function and -1 for an odd one, which are computed of magnitudes; 0 for any other
-    bends     the interval outside of which it is a straight line
-    pole      returns the operand, float32, at which it reaches a value, for a function that has a pole at 0; None for any other
-    """
-
-    function: Callable[[Tensor], Tensor]
-    parity: int = 0
-    bends: Interval = EVERYTHING
-    pole: Callable[[Tensor], Tensor] | None = None
+    function: Callable[[Tensor], Tensor]  # of float32 tensors, rounding to float32 as the chip's compiler does
+    parity: int = 0  # 1 for an even function and -1 for an odd one, which are computed of magnitudes
+    bends: Interval = EVERYTHING  # outside of it, it is a straight line
+    pole: Callable[[Tensor], Tensor] | None = None  # returns the operand at which it reaches a value, if it is infinite at 0
 
 
 def evenly(start: Tensor, stop: Tensor, parts: int) -> Tensor:
@@ -454,8 +446,7 @@ def wraps(form: Segments, scale: Tensor, step: Tensor) -> bool:
 def by_segments(form: Segments, scale: Tensor, output: Grid, integers: Tensor) -> Tensor:
     """Return the integers of a unary function of int16 integers, int64, on a scale, in the output's storage, by the chip's segments."""
     scale, step = scale.cpu(), output.scale.cpu()
-    low, high = (torch.tensor(end, dtype=torch.float32, device="cpu") for end in (0.0 if form.parity else -32768.0, 32767.0))
-    low, high = low * scale, high * scale
+    low, high = (end * scale for end in (0.0 if form.parity else -32768.0, 32767.0))
     first, last = low.clamp_min(form.bends[0]), high.clamp_max(form.bends[1])
     if form.pole is not None:
         low, first = torch.full_like(low, LEAST), form.pole(output.high * step).clamp_min(0)

@@ -11,17 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fxquant.numerics.grids import (
-    FixedRequantization,
-    FixedWidths,
-    Grid,
-    IntType,
-    Ratio,
-    bias_integers,
-    power_of_two,
-    real_multiplier,
-    round_away,
-)
+from fxquant.numerics.grids import FixedWidths, Grid, IntType, Ratio, bias_integers, power_of_two, real_multiplier, round_away
 from fxquant.primitives.elementwise import align_fixed, align_real
 from fxquant.primitives.quantization import TIES, requantize_fixed, requantize_real
 
@@ -213,17 +203,13 @@ class FixedArithmetic(Arithmetic):
         widths = self.widths[to.type.name]
         fixed = widths.constants(ratio, to.type, bits, kind in (*LAYERS, MATRIX), kind == WIDE_LAYER)
         if kind in (SUM, PRODUCT) and self.largest_of_two is not None:
-            fixed = self._of_two(fixed, ratio, to)
+            doubles = (ratio.mantissa(31)[0] == 2**30).to(fixed.multiplier.device) & (to.type.bits > 8)  # 2^14 becomes 2^15
+            multiplier = torch.where(doubles, 2 * fixed.multiplier, fixed.multiplier).clamp_max(self.largest_of_two)
+            fixed = replace(fixed, multiplier=multiplier, right_shift=fixed.right_shift + doubles.int())
         constants = [composer.constant(role + name, number, torch.int32) for name, number in vars(fixed).items()]
         rounding = self.roundings.get(LAYER if kind in LAYERS else kind, self.final_rounding)
         rest = widths.intermediate_bits, rounding, low, high, to.type.storage
         return composer.call(requantize_fixed, value, *constants, *rest)
-
-    def _of_two(self, fixed: FixedRequantization, ratio: Ratio, to: Grid) -> FixedRequantization:
-        assert self.largest_of_two is not None
-        power_of_two = (ratio.mantissa(31)[0] == 2**30).to(fixed.multiplier.device) & (to.type.bits > 8)  # its 2^14 becomes 2^15
-        multiplier = torch.where(power_of_two, 2 * fixed.multiplier, fixed.multiplier).clamp_max(self.largest_of_two)
-        return replace(fixed, multiplier=multiplier, right_shift=fixed.right_shift + power_of_two.int())
 
     def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:
         multiplier, shift = self.widths[dtype.name].aligning(ratio)

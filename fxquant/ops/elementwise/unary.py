@@ -229,11 +229,6 @@ def _tanh32(x: Tensor) -> Tensor:
     return (_exp(x) - _exp(-x)) / (_exp(x) + _exp(-x))
 
 
-def _power(exponent: float) -> Segments | None:
-    whole = exponent > 0 and exponent == int(exponent)
-    return Segments(_once(lambda x: torch.pow(x, exponent)), (1, -1)[int(exponent) % 2]) if whole else None
-
-
 SEGMENTS.update(
     sigmoid=lambda: Segments(_sigmoid32),
     tanh=lambda: Segments(_tanh32, parity=-1),
@@ -253,7 +248,9 @@ SEGMENTS.update(
     selu=lambda: Segments(lambda x: torch.where(x > 0, SELU * x, SELU * SELU_ALPHA * _exp(x) - SELU * SELU_ALPHA), bends=(-math.inf, 0)),
     elu=lambda alpha: Segments(lambda x: torch.where(x > 0, x, _exp(x) - 1), bends=(-math.inf, 0)) if alpha == 1 else None,
     softplus=lambda beta, threshold: Segments(lambda x: _log(1 + _exp(x)), bends=(-math.inf, 20)) if (beta, threshold) == (1, 20) else None,
-    pow=_power,
+    pow=lambda exponent: (
+        Segments(_once(lambda x: torch.pow(x, exponent)), (1, -1)[int(exponent) % 2]) if exponent > 0 and exponent % 1 == 0 else None
+    ),
 )
 
 
