@@ -259,7 +259,8 @@ def refusals(integer: fx.GraphModule) -> list[ExportError]:
         try:
             _check_node(node)
             if integer.meta["target"].compiler == HB_MAPPER.compiler:
-                _check_table(node)
+                _check_rounded_once(node, qparams(node), operation(node))
+                _check_table(node, qparams(node), operation(node))
         except ExportError as error:
             errors.append(error)
     for node, breach in refused(integer):
@@ -343,9 +344,6 @@ def _check_node(node: fx.Node) -> None:
         raise ExportError(what, node=node, because="its scales are not known before it runs", remedy=remedy)
     _check_bits(node)
     described, lowered = qparams(node), operation(node)
-    if node.graph.owning_module.meta["target"].compiler == HB_MAPPER.compiler:  # type: ignore[union-attr]
-        _check_rounded_once(node, described, lowered)
-        _check_table(node, described, lowered)
     if described is None or lowered is None or described.dtype not in ("int8", "int4", "int16"):
         return
     fused = lowered.arguments

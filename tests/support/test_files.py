@@ -351,8 +351,9 @@ def test_a_qconfig_that_is_nested_too_deeply_is_none(text: str, tmp_path: Path) 
 
 
 def test_in_a_child_a_lock_that_another_thread_held_is_new() -> None:
-    owner, interrupted = threading.Event(), list[Any]()  # an object with attributes, which can be referred to weakly
-    owner.lock = lock = threading.Lock()  # type: ignore[attr-defined]
+    owner: Any = threading.Event()  # an object with attributes, which can be referred to weakly
+    interrupted, lock = list[Any](), threading.Lock()
+    owner.lock = lock
     files.free_in_child(owner, "lock", threading.Lock, interrupted.append)
     forked = files._OWNERS[owner]
     forked[0](owner)
