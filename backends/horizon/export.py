@@ -23,7 +23,7 @@ from fxquant.ir.integer import Operation, QParams, operation, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES, FLOAT32_EPSILON, wraps
 from fxquant.ops import BY_NAME
 from fxquant.ops.elementwise.activation import clamp
-from fxquant.ops.elementwise.table import segments_of
+from fxquant.ops.elementwise.table import SHIFTED, segments_of
 from fxquant.ops.layers.convolution import conv_transpose1d, conv_transpose2d
 from fxquant.prepared.sizes import at_example_sizes, unrolled
 from fxquant.primitives import PRIMITIVES, Role, role_of
@@ -390,7 +390,7 @@ def _check_table(node: fx.Node, described: QParams | None, lowered: Operation | 
     elif node.target is lookup and lowered and operand and described and "int16" in (operand.dtype, described.dtype):
         settings = {key: value for key, value in lowered.arguments.items() if key != "input"}
         plain = {"function": lowered.name, "factor": 1, "offset": 0, "settings": settings}
-        chosen: dict[str, Any] = settings if lowered.name == "shifted" else plain
+        chosen: dict[str, Any] = settings if BY_NAME[lowered.name].function is SHIFTED.function else plain
         form = segments_of(chosen["function"], chosen["factor"], chosen["offset"], tuple(chosen["settings"].items()))
         if form is None or operand.dtype != "int16":
             because = "the vendor's compiler has other segments for it at 16 bits, or none"

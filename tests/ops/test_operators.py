@@ -311,6 +311,8 @@ def assert_float_function_within_bound(
                 sampled += HALF_STEP
             if sample.operator == "prelu" and activation == "int8":
                 sampled += SLOPED
+            if sample.operator == "rms_norm" and activation == "int16":
+                sampled += 100  # its reciprocal root is six tables of 64 entries (CHIP.md, section 13)
         bound = sampled + {**EXTRA, "int16": fine}.get(activation, 0)
         far = (one.double() - other.double()).abs() / grid.scale
         assert float((far > bound).double().mean()) <= sample.share, (sample, float(far.max()), float((far > bound).double().mean()))

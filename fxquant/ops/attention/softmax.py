@@ -274,6 +274,7 @@ register("finely", finely, ("input",), lambda lowering, input: input, Same(), dt
 AT_MOST_ONE = Fixed(2.0**-15, "int16")
 CENTRE = 6.0  # the exponent of the largest element where exponents reach from -CENTRE to CENTRE
 CENTRED, AT_MOST_CENTRE, INVERSE = (Fixed(largest / 32767, "int16") for largest in (CENTRE, math.exp(CENTRE), math.exp(-CENTRE)))
+BELOW = Fixed(2 * CENTRE / 32767, "int16")
 
 
 def _total(build: Builder) -> Own:
@@ -487,12 +488,16 @@ def shares(
 ) -> Any:  # fmt: skip
     """Return the softmax of factor · input along a dimension, over the kept elements; `empty` and `otherwise` as in `masked_softmax`."""
     counted = keep
+    if build.segments and factor != 1:  # before what is left out gets the lowest integer
+        input = build(mul, input, float(factor), demand=WIDE)
     if keep is not None:
         counted = keep if empty == "zeros" else with_empty_rows(build, keep, dim - len(fact(input).shape) if dim >= 0 else dim, otherwise)
         input = build(where, keep if empty == "equal" else counted, input, LOWEST, demand=Same(("input",)))
-    if build.segments:
-        input = input if factor == 1 else build(mul, input, float(factor), demand=WIDE)
+    if build.segments and keep is None:
         _, _, values = _exponentials(build, input, [dim])
+    elif build.segments:  # the largest of a row of which nothing is kept has no range that could be moved by a number
+        difference = build(sub, input, build(amax, input, [dim], True), demand=BELOW)
+        values = build(torch.exp, build(add, difference, CENTRE, demand=CENTRED), demand=AT_MOST_CENTRE)
     else:
         values = build(exponential, build(sub, input, build(amax, input, [dim], True), demand=WIDE), float(factor), demand=AT_MOST_ONE)
     if keep is not None:
