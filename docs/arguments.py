@@ -21,7 +21,7 @@ class Arguments(griffe.Extension):
 
 
 def listed(text: str) -> str:
-    """The text with its tables as lists; what is indented under a row belongs to it, and a table there is a list in the list."""
+    """Return the text with its tables as lists: a row indented under another row becomes an item of a list inside it."""
     lines, code = list[str](), False
     inside: int | None = None  # None outside of lists, -1 in a row, and in an indented table the column of its names
     for line in text.splitlines():

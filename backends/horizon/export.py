@@ -40,9 +40,9 @@ from fxquant.target import Target
 # The keys of hb_mapper's configuration are those that it accepts here. The files for hb_compile follow public documents only, and have not
 # been tried with it: D-Robotics, OpenExplore S100 3.5.0, "hb_compile" (the command and its configuration) and "PTQ FAQ" (opset 10 to 19,
 # O0 to O2). Keys that these do not name are hb_mapper's.
-TRANSPOSED = (conv_transpose1d, conv_transpose2d)
 OUTPUT = "model_output"  # where the compiler writes, inside the folder
 README = "README.txt"
+TRANSPOSED = (conv_transpose1d, conv_transpose2d)
 
 
 @dataclass(frozen=True)

@@ -211,10 +211,8 @@ def join_moves(graph: onnx.GraphProto, sizes: Mapping[str, Shape]) -> None:
             graph.node.remove(quantize)
             graph.node.remove(dequantize)
     for node in [node for node in graph.node if node.op_type == "Reshape" and node.input[1] in constants]:
-        written, wanted = (
-            numpy_helper.to_array(constants[node.input[1]]),
-            np.array(sizes.get(node.output[0].partition("/")[0], ()), np.int64),
-        )
+        written = numpy_helper.to_array(constants[node.input[1]])
+        wanted = np.array(sizes.get(node.output[0].partition("/")[0], ()), np.int64)
         if len(written) == len(wanted) and bool((written != wanted).any()) and bool(((written == wanted) | (written == -1)).all()):
             graph.initializer.append(numpy_helper.from_array(wanted, f"{node.output[0]}/shape"))
             node.input[1] = f"{node.output[0]}/shape"
@@ -395,21 +393,8 @@ class CalibratedWriter(HorizonWriter):
 # ---- Images ----------------------------------------------------------------------------------------------------------
 # The operators that compute each element by itself, and so may read images.
 POINTWISE = {
-    *(
-        "QuantizeLinear",
-        "DequantizeLinear",
-        "HzQuantize",
-        "HzDequantize",
-        "HzCalibration",
-        "Identity",
-        "Add",
-        "Sub",
-        "Mul",
-        "Div",
-        "Pow",
-        "Max",
-        "Min",
-    ),
+    *("QuantizeLinear", "DequantizeLinear", "HzQuantize", "HzDequantize", "HzCalibration", "Identity"),
+    *("Add", "Sub", "Mul", "Div", "Pow", "Max", "Min"),
     *("Abs", "Clip", "Elu", "Erf", "Exp", "HardSigmoid", "LeakyRelu", "Log", "Neg", "Reciprocal", "Relu", "Selu", "Sigmoid"),
     *("Softplus", "Sqrt", "Tanh"),
 }
@@ -565,6 +550,6 @@ class Images:
 
 
 def _arranged(array: np.ndarray[Any, Any], axes: Shape) -> np.ndarray[Any, Any]:
-    """Return a constant that is broadcast to a tensor as it is broadcast to the tensor's image, where the tensor has these dimensions."""
+    """Return a constant operand of a tensor as an operand of the tensor's image; `axes` are the tensor's dimensions in the image."""
     wide = array.reshape((1,) * (len(axes) - array.ndim) + array.shape).transpose(np.argsort(axes))
     return np.ascontiguousarray(wide.reshape((*wide.shape, 1, 1)[:4]))

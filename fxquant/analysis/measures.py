@@ -165,7 +165,7 @@ def is_power_of_two(value: Fraction) -> bool:
 
 
 def _bits_read(site: Site) -> list[int]:
-    """Return the bits of the operands; its result may be wider, and so may a residual, of which 16 bits are added behind the layer."""
+    """Return the bits of an operator's operands, without a residual of 16 bits: that one is added behind the layer."""
     return sorted({bits for operand in operand_nodes(site.operator, {**site.arguments, "residual": None}) for bits in _bits(operand)})
 
 

@@ -446,7 +446,7 @@ def require_wide(target: Target, options: Options) -> None:
 
 
 def widen(work: Work, goal: float) -> tuple[fx.GraphModule, Widened]:
-    """Return the model prepared with the least costly dtypes that reach an accuracy in dB, or come nearest, and these dtypes."""
+    """Prepare the model with the least costly dtypes that reach an accuracy in dB, or come nearest; return it and the dtypes."""
     plan, allowed = Widening(work.prepared, work.samples, work.options), 10 ** (-goal / 10)
     after, share, dtypes = plan.before, 1.0, dict[str, str]()
     best = after, work.prepared, work.base, dtypes
@@ -485,7 +485,7 @@ class Widening:
         return max(self.judge.noise(partial(outputs_of, prepared, state=State.VALIDATE)).floored)
 
     def cost(self, dtypes: Mapping[str, str]) -> float:
-        """Return the share of time that these dtypes add by the target's peak rates, or else of bit operations."""
+        """Return the time that these dtypes add, as a share, by the target's peak rates; without rates, their share of bit operations."""
         wide, now = ([*costs(self.choices, each, self.speed).values()][-1] for each in (dtypes, {}))  # latency is last, where it is there
         return wide / now - 1 if now else 0.0
 

@@ -110,8 +110,11 @@ def _observers(state: State) -> Proposals:
         name for name, each in OBSERVERS.items() if observed and taking_over(observed[0], ActivationConfig(observer=each)) is not None
     ]
     mappings = {f"{name} for all": with_observer(work.base, OBSERVERS[name]) for name in served}
-    prepared = {"as given": work.prepared} | {name: work.with_mapping(mapping) for name, mapping in mappings.items()}
-    noise = {name: reference.noise(partial(outputs_of, model)).pooled for name, model in prepared.items()}
+
+    def noise_of(model: fx.GraphModule) -> float:
+        return reference.noise(partial(outputs_of, model)).pooled
+
+    noise = {"as given": noise_of(work.prepared)} | {name: noise_of(work.with_mapping(each)) for name, each in mappings.items()}
     best = min(noise, key=noise.__getitem__)
     if best in mappings:
         yield best, replace(state.recipe, mapping=mappings[best])

@@ -113,7 +113,7 @@ def test_tiles_read_the_pixels_of_a_window_in_place(name: str, target: str, monk
 
 
 def arranged(instructions: str, monkeypatch: pytest.MonkeyPatch) -> list[native.Sum]:
-    """Let kernels use these instructions alone; return a list that gets the sums of each layer, as its weight is arranged."""
+    """Let kernels use these instructions alone; return a list to which each layer's sums are appended once its weight is arranged."""
     monkeypatch.setenv(native.INSTRUCTIONS, instructions)
     library = native.library.__wrapped__()
     if isinstance(library, str):

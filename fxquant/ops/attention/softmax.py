@@ -278,7 +278,7 @@ BELOW = Fixed(2 * CENTRE / 32767, "int16")
 
 
 def _total(build: Builder) -> Own:
-    """Return the demand of a sum of exponentials; where its reciprocal has segments, every value that it never has makes these longer."""
+    """Return the demand of a sum of exponentials: with little headroom where its reciprocal has segments, which share out its range."""
     return replace(WIDE, headroom=1.125) if build.segments else WIDE
 
 
