@@ -61,7 +61,8 @@ class Options:
 
     Of calibrating: `calibrate`, `quantize`, `equalize` and the searches.
 
-    distributed      False: this rank calibrates, searches and tunes alone, although torch.distributed is in use
+    distributed      False: this rank calibrates with its own batches alone, although torch.distributed is in use. Searches and
+                     `fxq.tuning`, which each rank does by itself, ask for it there
     equalize         whether channels whose ranges in the first batch differ much are multiplied by powers of two before observation, if
                      that clearly reduces the error of weights and activations (`fxq.tuning.equalize`)
     round_weights    whether weights are rounded so that their errors cancel on the first 64 samples and in the model's outputs

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import fxquant.accuracy.ranks as ranks
 from fxquant.accuracy.checkpoint import Checkpoint, call_of
 from fxquant.accuracy.choices import Tuned, tuning
 from fxquant.accuracy.measure import FloatOutputs, Forward, judged, outputs_of, real_outputs
@@ -61,21 +60,20 @@ def correct_bias(
     the bias, which does not change. So state FLOAT is not affected, `convert`, `save` and `state_dict` include the correction, and a
     batch norm that is trained live replaces it.
 
-    The bits do not depend on the number of threads. Batches, memory, errors and ranks are as in `adaround`.
+    The bits do not depend on the number of threads. Batches, memory, and errors are as in `adaround`.
     """
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, options, show_progress)
         call = call_of(prepared, samples, method="correct_bias", batch_size=options.batch_size)
         with repeatable():
             judge = FloatOutputs(prepared, [samples.chunks[index] for index in samples.judging])
-            checkpoint = Checkpoint(options.checkpoint, call, options.distributed, divided=False)
-            return checkpoint.agreed(prepared, _correct(prepared, samples, judge, tuned, checkpoint, show_progress))
+            return _correct(prepared, samples, judge, tuned, Checkpoint(options.checkpoint, call), show_progress)
 
 
 def find(run: Run) -> dict[str, list[float]]:
-    """Return the corrections (channels,) to add to the biases of layers, by layer; {} on other ranks than 0."""
-    judge = run.judge if run.samples.samples >= ENOUGH else FloatOutputs(run.prepared, run.held_out)
-    return corrections(run.prepared, run.few, judge, run.show) if not (run.several and ranks.index()) else {}
+    """Return the corrections (channels,) to add to the biases of layers, by layer."""
+    judge = run.judge if run.kept.samples >= ENOUGH else FloatOutputs(run.prepared, run.held_out)
+    return corrections(run.prepared, run.few, judge, run.show)
 
 
 def apply(run: Run, by_layer: Mapping[str, list[float]]) -> str:

@@ -1,32 +1,23 @@
-"""Checkpoints of long calls: after a kill the same call continues from its file, and returns the same bits.
+"""Checkpoints of long calls: after a kill the same call continues from its file, and returns the same bits."""
 
-The trials of a search are independent of each other, and so are the layers that `round_weights` rounds: the ranks of torch.distributed
-divide them, each computes a part, and all gather the results. A method that tunes one layer after the other is not divided.
-"""
-
-import glob
 import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, fx
 
-import fxquant.accuracy.ranks as ranks
 from fxquant.accuracy.ranks import digest
 from fxquant.accuracy.result import TunedLayer
 from fxquant.accuracy.walk import Samples
 from fxquant.errors import ConfigurationError
-from fxquant.support import logger
 from fxquant.support.files import check_place, write_file
 from fxquant.support.progress import progress
-
-Agreed = TypeVar("Agreed")
 
 
 def call_of(prepared: fx.GraphModule, samples: Samples, **arguments: Any) -> dict[str, Any]:
@@ -39,27 +30,16 @@ class Checkpoint:
 
     `write` replaces the file, whole or not at all; without a path, nothing is kept. `call` identifies the call: the function with its
     arguments, the model and the samples. Raises ConfigurationError for the file of another call, and for any other file.
-
-    In a `shared` call the ranks of torch.distributed have equal models, samples and arguments; else ConfigurationError is raised. They
-    divide the tasks of `gather`, unless `divided` is False. Rank 0 writes to `path`, rank N to `path`.rank-N, and a repeated call, by any
-    number of ranks, reads all of these files.
     """
 
-    def __init__(self, path: str | None, call: Mapping[str, Any], shared: bool = False, *, divided: bool = True) -> None:
-        self.call, self.shared = {name: str(value) for name, value in call.items()}, shared and ranks.count() > 1
-        self.divided = divided and self.shared
-        self.path = f"{path}.rank-{ranks.index()}" if path is not None and self.shared and ranks.index() else path
+    def __init__(self, path: str | None, call: Mapping[str, Any]) -> None:
+        self.path, self.call = path, {name: str(value) for name, value in call.items()}
         self.document: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
-        for file in [] if path is None else [path, *sorted(glob.glob(f"{glob.escape(path)}.rank-*"))]:
-            if os.path.exists(file):
-                self._read(file)
-            else:
-                check_place(file)
-        if self.shared:
-            self._exchange()
-        if self.shared and not divided:
-            logger.info("%s: each rank does all of the work, which cannot be divided, and has the result of rank 0", call["method"])
+        if path is not None and os.path.exists(path):
+            self._read(path)
+        elif path is not None:
+            check_place(path)
 
     def _read(self, path: str) -> None:
         try:
@@ -91,46 +71,12 @@ class Checkpoint:
         return self.gather({name: find})[name]
 
     def gather(self, tasks: Mapping[str, Callable[[], Any]], title: str = "", show_progress: bool | None = False) -> dict[str, Any]:
-        """Return the value of each task by its name: from the document, or computed now and written to the file.
-
-        In a divided call each rank computes a part of the tasks, and every rank returns the values of all. Raises ConfigurationError on
-        the other ranks if a task of one rank raises.
-        """
+        """Return the value of each task by its name: from the document, or computed now and written to the file."""
         missing = [name for name in tasks if name not in self.document]
-        own = missing[ranks.index() :: ranks.count()] if self.divided else missing
-        try:
-            for name in progress(own, len(own), title, show_progress):
-                self.document[name] = tasks[name]()
-                self.write()
-        finally:
-            if self.divided:
-                self._exchange()  # also where a task raises: the other ranks wait
-        if lost := [name for name in missing if name not in self.document]:
-            raise ConfigurationError(
-                f"{len(lost)} of {len(missing)} parts of this call failed on another rank",
-                because=f"{lost[0]} has no result",
-                remedy="see the error of that rank; with a checkpoint the same call continues from the finished parts",
-            )
+        for name in progress(missing, len(missing), title, show_progress):
+            self.document[name] = tasks[name]()
+            self.write()
         return {name: self.document[name] for name in tasks}
-
-    def _exchange(self) -> None:
-        for call, document, tensors in ranks.gathered((self.call, self.document, self.tensors)):
-            if differences := [name for name in self.call if call.get(name) != self.call[name]]:
-                raise ConfigurationError(
-                    f"the ranks call this with different {' and '.join(differences)}",
-                    because="they compute one result, which must not depend on the rank",
-                    remedy="pass every rank the same model, batches and arguments, or options=fxq.Options(distributed=False)",
-                )
-            self.document |= document
-            self.tensors |= tensors
-
-    def agreed(self, prepared: fx.GraphModule, result: Agreed) -> Agreed:
-        """Return rank 0's `result`; if the ranks' models differ, load rank 0's state_dict into `prepared`."""
-        if self.shared:
-            result = ranks.of_first(result)
-            if len(set(ranks.gathered(model_digest(prepared)))) > 1:
-                prepared.load_state_dict(ranks.of_first({name: value.cpu() for name, value in prepared.state_dict().items()}))
-        return result
 
     def write(self) -> None:
         """Replace the file by one with the present document and tensors."""

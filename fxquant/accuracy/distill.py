@@ -60,7 +60,7 @@ def distill(
     for `convert`, `save` and `state_dict`, and state FLOAT is still the teacher. Layers whose rounding the user set, or whose weight other
     layers read, too, are left out. A step takes about four times as long as forward and backward of the float model.
 
-    `batches`, errors and ranks are as in `adaround`; with a checkpoint the same call continues after the last finished tenth of its steps.
+    `batches` and errors are as in `adaround`; with a checkpoint the same call continues after the last finished tenth of its steps.
     """
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, options, show_progress)
@@ -68,7 +68,7 @@ def distill(
         skipped = left_out(prepared)
         nodes = {node: operator for node, operator in weighted_nodes(prepared).items() if node.name not in skipped}
         pupil = _Pupil(prepared, nodes, samples, options.batch_size, options.seed)
-        checkpoint = Checkpoint(options.checkpoint, call, options.distributed, divided=False)
+        checkpoint = Checkpoint(options.checkpoint, call)
         outputs = FloatOutputs(prepared, pupil.judging)
         if not nodes or not outputs.there:
             return TuningResult("distill", (), tuple(skipped.items()))
@@ -80,7 +80,7 @@ def distill(
             weight.settle()
         row = TunedLayer(prepared.graph.output_node().name, names, before.pooled, after.pooled, True, 1.0)
         rows = judged(outputs, before, [row], tuned.undo, ("weights", "learned by distillation"))
-        return checkpoint.agreed(prepared, TuningResult("distill", rows, tuple(skipped.items()), losses=tuple(pupil.losses)))
+        return TuningResult("distill", rows, tuple(skipped.items()), losses=tuple(pupil.losses))
 
 
 class _Weight:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-import fxquant.accuracy.ranks as ranks
+from fxquant.accuracy.ranks import require_alone
 from fxquant.accuracy.states import out_of_calibration, require_prepared
 from fxquant.accuracy.step import Run
 from fxquant.analysis.recording import still
@@ -194,6 +194,7 @@ def equalize(
             because="scales were observed, and they fit the channels without equalization",
             remedy="call fxq.tuning.equalize before fxq.calibrate, on a model that fxq.prepare has just returned",
         )
+    require_alone(options)
     first = first_batches(as_batches(batches), num_batches)
     count = 0
 
@@ -206,31 +207,21 @@ def equalize(
     with having(out_of_calibration(prepared), left_out=True):
         labelled = channels(prepared, open_alone=True)
         observed = _observed(prepared, labelled, inputs())
-        if options.distributed and ranks.count() > 1:
-            observed = together(ranks.gathered(observed))
         if (chosen := _exponents(prepared, labelled, observed)) is not None:
             _multiply(prepared, *chosen)
-    if not count and ranks.count() == 1:
+    if not count:
         raise no_batches(num_batches)
     return prepared
 
 
 def find(run: Run) -> tuple[Channels, Tensor] | None:
-    """Return the exponents of channels by the first batch of a run; None for a model that has scales or factors now.
-
-    Where ranks calibrate together it is the batch of the first rank that has one, as one process would have it.
-    """
+    """Return the exponents of channels by the first batch of a run; None for a model that has scales or factors now."""
     prepared, observed = run.prepared, None
     multiplied = any(each.factors is not None and each.factors.active for each in quantized_operators(prepared).values())
     labelled = channels(prepared, open_alone=True)
-    try:
-        if not multiplied and not _begun(prepared):
-            inputs = run.first_batch()
-            observed = {} if inputs is None else _observed(prepared, labelled, [inputs])
-    finally:
-        if run.several:
-            gathered = ranks.gathered(observed)
-            observed = None if None in gathered else next((one for one in gathered if one), None)
+    if not multiplied and not _begun(prepared):
+        inputs = run.first_batch()
+        observed = {} if inputs is None else _observed(prepared, labelled, [inputs])
     return _exponents(prepared, labelled, observed)
 
 
@@ -494,14 +485,6 @@ def statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches:
     finally:
         for handle in handles:
             handle.remove()
-    return totals
-
-
-def together(gathered: Sequence[Statistics]) -> Statistics:
-    """Combine the statistics of all ranks."""
-    totals: Statistics = {}
-    for name, counted in (entry for one in gathered for entry in one.items()):
-        _add(totals, name, counted)
     return totals
 
 

@@ -35,7 +35,7 @@ def learn(
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, options, show_progress)
         call = call_of(prepared, samples, method=method, steps=settings.steps, seed=options.seed, batch_size=options.batch_size)
-        checkpoint = Checkpoint(options.checkpoint, call, options.distributed, divided=False)
+        checkpoint = Checkpoint(options.checkpoint, call)
         skipped = left_out(prepared)
         tried = [
             Unit(unit.nodes, free)
@@ -68,7 +68,7 @@ def learn(
         # Units were chosen by the held-out samples, so that these alone would be too kind to the sum of all choices.
         rows = [TunedLayer.of(checkpoint.document[unit.name]) for unit in tried]
         judgements = judged(everything, start, rows, tuned.undo, ("weights", f"learned by {method}"))
-        return checkpoint.agreed(prepared, TuningResult(method, judgements, tuple(skipped.items())))
+        return TuningResult(method, judgements, tuple(skipped.items()))
 
 
 def _taught(
@@ -115,8 +115,7 @@ def adaround(
     set are left out. The decisions are an `AdaptiveRounding` in place of `Nearest`, in the file of `save` and in `state_dict`.
 
     With a checkpoint the same call continues after the last finished layer. Memory holds the inputs and, for every tensor between layers
-    that is still to be read, its float and its integer value. A layer reads what the layers before it have become, so the ranks of
-    torch.distributed do not divide the work: each does all of it with the same batches, and has the result of rank 0.
+    that is still to be read, its float and its integer value.
 
     Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and ConfigurationError for the checkpoint of
     another call; on any error the model is unchanged.

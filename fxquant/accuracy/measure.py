@@ -255,12 +255,12 @@ class FloatOutputs:
 
 def pick(
     judge: FloatOutputs, attempts: Mapping[str, Callable[[], Any]], usual: str, noises: Mapping[str, Noise] = MappingProxyType({}), *,
-    supported: Callable[[Noise, Noise], bool] = lambda after, before: True, several: bool = False, show_progress: bool | None = False,
+    supported: Callable[[Noise, Noise], bool] = lambda after, before: True, show_progress: bool | None = False,
 ) -> tuple[str, dict[str, Noise]]:  # fmt: skip
     """Return the name of the attempt with which the outputs are clearly best, or else `usual`, and the noise of each; the model stays.
 
     `noises` holds the noise that is known already. An attempt counts only where its gain is `supported`, given the noise with it and
-    with the usual one. Several ranks divide the attempts. Without floating-point outputs nothing is measured, and `usual` is returned.
+    with the usual one. Without floating-point outputs nothing is measured, and `usual` is returned.
     """
     with tuning(judge.prepared) as tuned, repeatable():
 
@@ -272,7 +272,7 @@ def pick(
 
         asked = [name for name in attempts if name not in noises] if judge.there else []
         try:
-            noise = Checkpoint(None, {}, several).gather({name: partial(measured, name) for name in asked}, "comparing", show_progress)
+            noise = Checkpoint(None, {}).gather({name: partial(measured, name) for name in asked}, "comparing", show_progress)
         finally:
             tuned.undo()
     noise = {**noises, **noise}

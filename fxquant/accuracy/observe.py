@@ -1,4 +1,4 @@
-"""Observe the batches that set scales: in the float model, batch by batch, and of all ranks together."""
+"""Observe the batches that set scales in the float model, batch by batch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, fx, nn
 
-import fxquant.accuracy.ranks as ranks
 from fxquant.accuracy.states import enter, owned_quantizers
 from fxquant.accuracy.step import Run
 from fxquant.ir.graph import argument_name, by_name, source
@@ -47,7 +46,7 @@ def is_missing(run: Run) -> bool:
 
 @torch.no_grad()
 def find(run: Run) -> int:
-    """Observe all batches, and return the number of batches of all ranks together.
+    """Observe all batches, and return their number.
 
     Where anything is raised in a batch, observers, the factors of channels and the samples that are kept are as before it. Raises
     CalibrationError without batches, unless something was observed before and is not in the scales yet.
@@ -57,7 +56,7 @@ def find(run: Run) -> int:
     with _computing(prepared, _open(run)):
         enter(prepared, _open(run), State.CALIBRATE)
         with having(calibrated, paused=True):
-            count = _on_all_ranks(run) if run.several else _observe(run)
+            count = _observe(run)
             if not count and not any(quantizer.pending for quantizer in quantizers if quantizer not in calibrated):
                 raise no_batches(run.num_batches)
     return count
@@ -80,16 +79,6 @@ def _observe(run: Run) -> int:
             run.prepared(**by_name(run.prepared, inputs))
             run.take(inputs)
     return run.taken
-
-
-def _on_all_ranks(run: Run) -> int:
-    """Observe, and merge the observations of all ranks; earlier observations count once, as rank 0 has them."""
-    with _observations(run):
-        if ranks.index() > 0:
-            for observer in run.prepared.modules():
-                if isinstance(observer, Observer):
-                    observer.reset()
-        return run.merge(_observe(run))
 
 
 def _observations(run: Run) -> Snapshot:

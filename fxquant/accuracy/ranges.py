@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import fxquant.accuracy.ranks as ranks
 from fxquant.accuracy.measure import Noise, pick, support
 from fxquant.accuracy.observe import WIDE
 from fxquant.accuracy.step import Run, owned_quantizers_by_name
@@ -106,7 +105,7 @@ def find_factors(run: Run) -> dict[str, float] | None:
     for name in (name for name, count in nonzero.items() if count - survivors[name] >= max(MANY * count, 1)):
         what = f"the range of input {sources[name]} is" if name in sources else "the ranges of tensors of 16 bits are"
         groups.setdefault(what, []).append(name)
-    for what, names in (ranks.of_first(groups) if run.several else groups).items():
+    for what, names in groups.items():
         factors = {f"{factor:g}": partial(narrow, prepared, dict.fromkeys(names, factor) if factor < 1 else {}) for factor in FACTORS}
         best, noise = _picked(run, factors, f"{what} multiplied by")
         run.judge.current, factor = noise.get("1"), float(best)
@@ -135,7 +134,7 @@ def _picked(run: Run, candidates: Mapping[str, Callable[[], None]], what: str) -
     fewest = min(FEWEST, sum(judge.counts) / 2)
     best, noise = pick(
         judge, candidates, usual, {} if judge.current is None else {usual: judge.current},
-        supported=lambda after, before: support(after, before) >= fewest, several=run.several, show_progress=run.show,
+        supported=lambda after, before: support(after, before) >= fewest, show_progress=run.show,
     )  # fmt: skip
     if noise:
         other = max(others, key=lambda name: noise[name].level) if best == usual else usual

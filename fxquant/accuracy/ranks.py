@@ -1,23 +1,26 @@
-"""Calibration on several ranks: every rank observes its shard, and at the end the observations of all ranks are merged.
+"""Calibration on several ranks: every rank takes the batches of all ranks, and does the whole work.
 
-The ranks communicate when a calibration begins, where their weights are compared, and when it ends, so they may have different numbers of
-batches. In training, DistributedDataParallel's `broadcast_buffers` gives every rank the scales and statistics of rank 0 before each
-forward pass.
+The ranks compare their weights first, then exchange each batch, and compare their results at the end. They may have different numbers of
+batches, and all have the scales of one process with all batches. In training, DistributedDataParallel's `broadcast_buffers` gives every
+rank the scales and statistics of rank 0 before each forward pass.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fxquant.errors import CalibrationError, ConfigurationError
+from fxquant.options import Options
 from fxquant.prepared.undo import inside_operators, tensors_of
-from fxquant.quantization.observers import Observer
 
-Seen = dict[str, dict[str, Tensor]]  # the buffers of every observer, by the observer's path
+
+class _End:
+    """Stands for the batch of a rank that has none left."""
 
 
 def count() -> int:
@@ -61,37 +64,43 @@ def require_equal(prepared: nn.Module) -> None:
     if others := [str(rank) for rank, each in enumerate(digests) if each != digests[0]]:
         raise ConfigurationError(
             f"the model of rank {', '.join(others)} has other parameters or statistics than that of rank 0",
-            because="the ranks observe parts of one model's values, and all get the same scales",
+            because="all ranks observe the same batches, and get the same scales",
             remedy="load the same state_dict on every rank first, or pass options=fxq.Options(distributed=False)",
         )
 
 
-def merge(observers: Mapping[str, Observer], batches: int | None) -> int:
-    """Merge the observations of all ranks into every observer, and return the number of batches of all ranks.
-
-    Every rank calls this once. `batches` is this rank's number of batches, None if its calibration failed: the other
-    ranks then raise CalibrationError instead of waiting for it.
-    """
-    own = {path: {name: buffer.detach().cpu() for name, buffer in observer.named_buffers()} for path, observer in observers.items()}
-    every: list[tuple[int | None, Seen]] = gathered((batches, own))
-    if batches is None:
-        return 0
-    if failed := [rank for rank, (number, _) in enumerate(every) if number is None]:
-        raise CalibrationError(
-            f"the calibration of rank {', '.join(map(str, failed))} failed",
-            because="scales come from what all ranks have observed together",
-            remedy="see the error of that rank; nothing of this calibration is kept",
+def require_alone(options: Options) -> None:
+    """Raise ConfigurationError where several ranks would search or tune, which each rank does by itself."""
+    if options.distributed and count() > 1:
+        raise ConfigurationError(
+            f"{count()} ranks search and tune nothing together",
+            because="only calibration exchanges batches; each rank would have another model",
+            remedy="pass every rank the same model and batches, and options=fxq.Options(distributed=False)",
         )
-    for path, observer in observers.items():
-        device = next(observer.buffers()).device
-        states = [{name: value.to(device) for name, value in state[path].items()} for _, state in every if int(state[path]["count"])]
+
+
+def of_all(own: Iterable[Any], prepared: nn.Module) -> Iterator[Any]:
+    """Yield the batches of all ranks, the first of every rank in the order of the ranks, then the second, on this model's device.
+
+    Raises CalibrationError on the other ranks if a batch of one rank cannot be read.
+    """
+    batches, device = iter(own), next(prepared.buffers(), torch.empty(0, device="cpu")).device
+    while True:
+        batch: Any = None
         try:
-            if states:
-                observer.merge(states)
-        except NotImplementedError:
-            raise ConfigurationError(
-                f"the statistics of several {type(observer).__name__} cannot be merged",
-                because="it has no method `merge`, which calibration with torch.distributed needs",
-                remedy="define it, use an observer of fxquant, or calibrate with options=fxq.Options(distributed=False)",
-            ) from None
-    return sum(number for number, _ in every if number is not None)
+            batch = tree_map_only(Tensor, Tensor.cpu, next(batches, _End()))
+        finally:
+            every = gathered(batch)  # also where it raises: the others wait
+        if failed := [rank for rank, each in enumerate(every) if each is None]:
+            because = "scales come from the batches of all ranks together"
+            remedy = "see the error of that rank; the batches before stay observed"
+            raise CalibrationError(f"rank {failed[0]} cannot read its next batch", because=because, remedy=remedy)
+        if all(isinstance(each, _End) for each in every):
+            return
+        yield from (tree_map_only(Tensor, lambda value: value.to(device), each) for each in every if not isinstance(each, _End))
+
+
+def agree(prepared: nn.Module) -> None:
+    """Load rank 0's state_dict into the model, where the ranks have computed different numbers."""
+    if len(set(gathered(digest(prepared.state_dict().values())))) > 1:
+        prepared.load_state_dict(of_first({name: value.cpu() for name, value in prepared.state_dict().items()}))

@@ -110,51 +110,38 @@ class Run:
         self.lost = counted > 0 and self.kept is not previous
         self.before, self.given = self.kept, dict(self.kept.given)
         self.taken, self.first_inputs, self.record = 0, list[Any](), dict[str, str]()
-        self.told = list[int | None]()  # the other ranks, once: the number of batches here
         wanted = first_batches(self.batches, self.num_batches), length(self.batches, self.num_batches)
-        every = enumerate(progress(*wanted, "calibrating", self.show))
-        self.inputs: Iterator[list[Any]] = (model_inputs(self.prepared, self.options.inputs(batch), index) for index, batch in every)
+        own = map(self.options.inputs, progress(*wanted, "calibrating", self.show))
+        every = enumerate(ranks.of_all(own, self.prepared) if self.several else own)
+        self.inputs: Iterator[list[Any]] = (model_inputs(self.prepared, batch, index) for index, batch in every)
 
     def perform(self) -> None:
-        """Take the steps one after the other. Several ranks have equal models, and what rank 0 finds."""
+        """Take the steps one after the other. Several ranks do the same work, on the batches of all."""
         if self.several:
             ranks.require_equal(self.prepared)
-        try:
-            for step in reversed(self.steps):
-                if step.undo is not None and step.is_wanted(self):
-                    step.undo(self, step.name)
-            for step in self.steps:
-                if step.is_wanted(self):
-                    with timed(step.name):
-                        change, before = self._change(step), _parts(self.prepared)
-                        if change is not None:
-                            self.record[step.name] = step.apply(self, change)
-                        if change is not None and step.undo is not None:
-                            self._note(step.name, before)
-            self.prepared.meta[CHOSEN] = [f"{name}: {words}" for name, words in self.record.items() if words]
-            logger.info("calibration chose: %s", "; ".join(self.prepared.meta[CHOSEN]))
-        except Exception:
-            if self.several and not self.told:
-                self.merge(None)  # the other ranks wait for what this one has observed
-            raise
+        for step in reversed(self.steps):
+            if step.undo is not None and step.is_wanted(self):
+                step.undo(self, step.name)
+        for step in self.steps:
+            if step.is_wanted(self):
+                with timed(step.name):
+                    change, before = self._change(step), _parts(self.prepared)
+                    if change is not None:
+                        self.record[step.name] = step.apply(self, change)
+                    if change is not None and step.undo is not None:
+                        self._note(step.name, before)
+        if self.several:
+            ranks.agree(self.prepared)
+        self.prepared.meta[CHOSEN] = [f"{name}: {words}" for name, words in self.record.items() if words]
+        logger.info("calibration chose: %s", "; ".join(self.prepared.meta[CHOSEN]))
 
     def _change(self, step: Step) -> Any:
-        """Return what a step finds, or what rank 0 finds by samples; None for a step that lacks samples."""
-        change = None
+        """Return what a step finds; None for a step that lacks samples."""
         asked = bool(step.option and getattr(self.options, step.option)) or bool(self.before.given.get(step.name))
-        if step.sampled and not (self.samples.inputs and (asked or not step.least or self.total >= step.least)):
+        if step.sampled and not (self.kept.inputs and (asked or not step.least or self.kept.seen >= step.least)):
             return None
-        try:
-            assert step.find is not None
-            change = step.find(self)
-        finally:
-            change = ranks.of_first(change) if self.several and step.sampled else change  # also where it raises: others wait
-        return change
-
-    def merge(self, batches: int | None) -> int:
-        """Merge what all ranks have observed, and return the number of their batches; None if observing has failed here."""
-        self.told.append(batches)
-        return ranks.merge({path: module for path, module in self.prepared.named_modules() if isinstance(module, Observer)}, batches)
+        assert step.find is not None
+        return step.find(self)
 
     # ---- batches and samples ----
 
@@ -185,19 +172,6 @@ class Run:
         self.prepared.__dict__[SAMPLES] = replace(self.kept, given=changes, counts=_counts(self.prepared))
 
     @cached_property
-    def total(self) -> int:
-        """The number of samples that have gone by, on all ranks together; each rank asks for it."""
-        return sum(ranks.gathered(self.kept.seen)) if self.several else self.kept.seen
-
-    @cached_property
-    def samples(self) -> Kept:
-        """Rank 0's kept samples, on the device of this rank's model; a collective operation, so each rank has to read it."""
-        if not self.several:
-            return self.kept
-        first: Kept = ranks.of_first(Kept(_on("cpu", self.kept.inputs), self.kept.samples, self.kept.elements))
-        return replace(first, inputs=_on(next(self.prepared.buffers(), torch.empty(0, device="cpu")).device, first.inputs))
-
-    @cached_property
     def few(self) -> Samples:
         """The samples, evenly spaced among all that are kept, by which biases are corrected: a mean learns little of each."""
         return Samples(_spread(self._chunks, self._count))
@@ -207,14 +181,14 @@ class Run:
         """The samples by which corrected biases are judged: `JUDGES` of `ENOUGH`, of fewer samples others than `few`."""
         chosen = {id(chunk) for chunk in self.few.chunks}
         others = _spread([chunk for chunk in self._chunks if id(chunk) not in chosen], self._count)
-        if self.samples.samples >= ENOUGH:
+        if self.kept.samples >= ENOUGH:
             return _spread(self.few.chunks + others, max(JUDGES // self._size, 1))
         return others or [self.few.chunks[index] for index in self.few.judging]
 
     @property
     def judging(self) -> list[list[Any]]:
         """The samples by which ranges are judged."""
-        return self.held_out if self.samples.samples >= ENOUGH else self.few.chunks
+        return self.held_out if self.kept.samples >= ENOUGH else self.few.chunks
 
     @cached_property
     def judge(self) -> FloatOutputs:
@@ -223,7 +197,7 @@ class Run:
 
     @property
     def _each(self) -> int:
-        return max(self.samples.elements // max(self.samples.samples, 1), 1)
+        return max(self.kept.elements // max(self.kept.samples, 1), 1)
 
     @property
     def _size(self) -> int:
@@ -235,7 +209,7 @@ class Run:
 
     @cached_property
     def _chunks(self) -> list[list[Any]]:
-        return cut(self.prepared, self.samples.inputs, self._size).chunks if self.samples.inputs else []
+        return cut(self.prepared, self.kept.inputs, self._size).chunks if self.kept.inputs else []
 
     # ---- what layers are given by samples, and have had before ----
 
@@ -283,10 +257,6 @@ def has_layers(run: Run) -> bool:
 def _spread(chunks: list[list[Any]], count: int) -> list[list[Any]]:
     """Return `count` chunks, evenly spaced: neighbouring batches may show one scene."""
     return [chunks[index * len(chunks) // count] for index in range(count)] if count < len(chunks) else chunks
-
-
-def _on(device: torch.device | str, chunks: list[list[Any]]) -> list[list[Any]]:
-    return [[value.to(device) if isinstance(value, Tensor) else value for value in inputs] for inputs in chunks]
 
 
 def _beside(inputs: Sequence[Any], stored: Sequence[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from fxquant.accuracy.ranks import require_alone
 from fxquant.errors import CalibrationError
 from fxquant.ir import loops
 from fxquant.ir.graph import TensorFact, fact, is_parameter, resolve
@@ -66,7 +67,8 @@ def taken(prepared: fx.GraphModule, batches: Any, num_batches: int | None, optio
 def inputs_of(
     prepared: fx.GraphModule, batches: Any, num_batches: int | None, options: Options, show_progress: bool | None = False
 ) -> list[list[Any]]:
-    """Return the model's inputs of each batch. Raises CalibrationError if there is none, or one does not fit."""
+    """Return the model's inputs of each batch. Raises CalibrationError if there is none, or one does not fit; see `require_alone`."""
+    require_alone(options)
     all_inputs: list[list[Any]] = []
     source = as_batches(batches)
     for batch in progress(first_batches(source, num_batches), length(source, num_batches), "taking batches", show_progress):

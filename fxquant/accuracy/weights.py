@@ -78,16 +78,15 @@ def round_weights(
     step, and a `Coverage`, or for a learned scale the value that training starts from; all are in the file of `save` and in `state_dict`.
     Layers whose rounding the user set, or whose weight other layers read as well, are left out.
 
-    The bits do not depend on the number of threads. Batches and errors are as in `adaround`. The ranks of torch.distributed, which pass the
-    same batches, divide the layers.
+    The bits do not depend on the number of threads. Batches and errors are as in `adaround`.
     """
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, options, show_progress)
         call = call_of(prepared, samples, method="round_weights", batch_size=options.batch_size)
         nodes = _open(prepared, ALL_BITS, (Nearest, AdaptiveRounding))
-        checkpoint = Checkpoint(options.checkpoint, call, options.distributed)
+        checkpoint = Checkpoint(options.checkpoint, call)
         with repeatable():
-            return checkpoint.agreed(prepared, _round(prepared, samples, nodes, show_progress, checkpoint, tuned.undo))
+            return _round(prepared, samples, nodes, show_progress, checkpoint, tuned.undo)
 
 
 Rounded = dict[str, LearnedRounding]  # by layer
@@ -104,7 +103,7 @@ def has_work(run: Run) -> bool:
 
 def find(run: Run) -> Rounded:
     """Return the roundings of weights by the samples of a run, by layer."""
-    return rounded(run.prepared, cut(run.prepared, run.samples.inputs, 4), _bits(run), run.show, run.several)
+    return rounded(run.prepared, cut(run.prepared, run.kept.inputs, 4), _bits(run), run.show)
 
 
 def apply(run: Run, roundings: Rounded) -> str:
@@ -121,13 +120,10 @@ def remedies(prepared: fx.GraphModule) -> Iterator[tuple[str, bool]]:
         yield "to the nearest", False
 
 
-def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress: bool | None, several: bool) -> Rounded:
-    """Round all weights of at most `bits` bits that are rounded to the nearest by these samples; return their roundings.
-
-    The model stays. Where `several` ranks call this with the same model and samples, they divide the layers.
-    """
+def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress: bool | None) -> Rounded:
+    """Return the roundings, by these samples, of all weights of at most `bits` bits that are rounded to the nearest; the model stays."""
     with tuning(prepared) as tuned, repeatable():
-        result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, Checkpoint(None, {}, several), tuned.undo)
+        result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, Checkpoint(None, {}), tuned.undo)
         quantizers = {name: tuned.operators[name].weight_quantizer for layer in result.kept for name in layer.layers}
         adaptive = {name: each for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)}
         roundings = {name: learned_rounding(each).copied() for name, each in adaptive.items()}

@@ -276,7 +276,7 @@ def calibrate(
     `batches` yields tensors, tuples or dicts (a DataLoader does); a tensor or a dict is one batch. The leading items,
     nested or not, or those that are named like forward's parameters, fill the model's inputs; the rest (labels) is
     dropped, with one log line. `num_batches` is the number of batches to take, and no more are read. Memory does not grow with their
-    number. If torch.distributed is in use, every rank calls this with its own shard, and all get the scales of everything observed.
+    number. If torch.distributed is in use, every rank calls this with its own shard, and calibrates with the batches of all ranks.
 
     Calibrating again adds to what was observed, with bits equal to one call with all batches: the first samples are kept with
     the model, but in no file, and weights and biases are rounded and corrected again. If samples of observed batches are missing,

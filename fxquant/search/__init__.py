@@ -3,7 +3,6 @@
 A search asks `tuning.choices` which tensors and weights of a prepared model a rule of a mapping can change, and for the mapping that
 changes them. `tuning.simulation` rounds some of them in the float model, by hooks, so that a trial prepares nothing, and `tuning.effects`
 measures the outputs. The chosen mapping is prepared with `observations` and measured in integers. `tune` tries a table of remedies.
-Ranks of torch.distributed divide the trials (`tuning.checkpoint`).
 """
 
 from fxquant.search.bit_widths import Budget, mixed_precision

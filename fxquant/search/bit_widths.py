@@ -317,7 +317,7 @@ class Work:
         for operator in quantized_operators(prepared).values():
             if not operator.plain:
                 operator.output.require()
-        run = Run(prepared, BY_SAMPLES, options=replace(options, distributed=False), method=method_of(self.prepared))  # as calibration does
+        run = Run(prepared, BY_SAMPLES, options=options, method=method_of(self.prepared))  # as calibration does
         for inputs in self.samples:
             run.take(inputs)
         run.perform()
@@ -330,7 +330,7 @@ class Work:
     @cached_property
     def seen_otherwise(self) -> Observations:
         """The observations of a calibration with equalization where the work has none, and without where it has it."""
-        options = replace(self.options, equalize=not self.options.equalize, round_weights=False, correct_bias=False, distributed=False)
+        options = replace(self.options, equalize=not self.options.equalize, round_weights=False, correct_bias=False)
         prepared = prepare(self.model, self.example, self.prepared.meta["target"], self.base, options=options)
         return observations(calibrate(prepared, self.samples, options=options, show_progress=False))
 
@@ -376,7 +376,7 @@ def search(work: Work, budget: Budget, metric: Metric | None) -> MixedPrecision:
 
     call = {"function": "mixed_precision", "budget": budget, "widths": widths, "measured": work.options.measured}
     call |= {"model": model_digest(work.prepared), "metric": metric is not None}
-    journal = Checkpoint(None if checkpoint is None else f"{checkpoint}.candidates", call, work.options.distributed)
+    journal = Checkpoint(None if checkpoint is None else f"{checkpoint}.candidates", call)
     results = journal.gather({name: partial(judged, name) for name in tried_by_name}, "mixed precision", work.show)
     before, *rest = (
         Candidate(name, dtypes, tried_by_name[name].costs, tried_by_name[name].expected, noise, score)
@@ -438,11 +438,9 @@ class Widened:
 
 
 def require_wide(target: Target, options: Options) -> None:
-    """Raise ConfigurationError where no 16 bits are there, or several ranks would each choose by samples of their own."""
+    """Raise ConfigurationError where the target has no 16 bits, or several ranks would each choose by samples of their own."""
     backends.require_dtypes(target, [(Rule("option", "accuracy"), QConfig(ActivationConfig("int16")))])
-    if options.distributed and ranks.count() > 1:
-        remedy = "pass the option distributed=False, and the same batches on every rank"
-        raise ConfigurationError("several ranks reach no accuracy", because="each would choose by its own samples", remedy=remedy)
+    ranks.require_alone(options)
 
 
 def widen(work: Work, goal: float) -> tuple[fx.GraphModule, Widened]:
@@ -473,7 +471,7 @@ class Widening:
 
     def __init__(self, prepared: fx.GraphModule, samples: list[list[Any]], options: Options) -> None:
         chunks = cut(prepared, samples, CHUNK).chunks[:HELD_OUT_OF]
-        own = replace(options, widths=(16,), measured=False, checkpoint=None, distributed=False)
+        own = replace(options, widths=(16,), measured=False, checkpoint=None)
         self.choices, self.judge = Choices(prepared, own.widths), reference_of(prepared, chunks)
         self.before, self.sensitivity = self.noise(prepared), find(prepared, chunks, own, show_progress=False)
         self.total, self.gains = sum(each.loss[each.dtype] for each in self.sensitivity.tensors), self.sensitivity.gains(16)

@@ -8,7 +8,7 @@ estimated    E_v Σᵢ (∂(v·y)/∂xᵢ)² (x'ᵢ - xᵢ)² / Σy²,  v = ±1 
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from fxquant.accuracy.checkpoint import Checkpoint, call_of
 from fxquant.accuracy.choices import ACTIVATION, WEIGHT, Choice, Choices, bits
 from fxquant.accuracy.measure import FloatOutputs, decibels, is_real
+from fxquant.accuracy.ranks import require_alone
 from fxquant.accuracy.simulation import changed, grid_for, rounded, rounded_weight, weight_name
 from fxquant.accuracy.walk import Samples, inputs_of
 from fxquant.analysis.recording import still
@@ -167,14 +168,14 @@ def calibrated(
         because = "a search runs the same batches again and again"
         remedy = "pass a list or a DataLoader: list(batches)"
         raise ConfigurationError(f"a {type(batches).__name__} yields its batches only once", because=because, remedy=remedy)
+    require_alone(options)
     as_written, source = float_model(model), as_batches(batches)
     first = next(iter(source), None)
     if first is None:
         raise no_batches(num_batches)
     example, options = example_of(as_written, first, source, num_batches, options)
     prepared = prepare(as_written, example, target, qconfig, options=options)
-    alone = replace(options, distributed=False)  # ranks divide trials, and have the same batches
-    return calibrate(prepared, source, num_batches, options=alone, show_progress=show_progress), example
+    return calibrate(prepared, source, num_batches, options=options, show_progress=show_progress), example
 
 
 def find(
@@ -185,7 +186,7 @@ def find(
     choices = Choices(prepared, options.widths)
     chosen = [choice for choice in choices.values() if choice.kind in kinds]
     call = {"function": "sensitivity", "widths": options.widths, "kinds": tuple(kinds), "seed": options.seed}
-    journal = Checkpoint(options.checkpoint, call_of(prepared, Samples(samples), **call, metric=metric is not None), options.distributed)
+    journal = Checkpoint(options.checkpoint, call_of(prepared, Samples(samples), **call, metric=metric is not None))
     reference = reference_of(prepared, samples)
     with still(prepared, State.FLOAT), autocast_off():
         estimates = journal.at("estimate", lambda: _estimated(reference, chosen, options.seed))

@@ -257,7 +257,7 @@ def tune(
     judging = inputs_of(work.prepared, judged, None, options)
     call = {"function": "tune", "steps": steps, "seed": options.seed, "metric": metric is not None, "budget": budget}
     about = call_of(work.prepared, Samples([*work.samples, *judging]), **call, widths=options.widths)
-    journal = Checkpoint(options.checkpoint, about, options.distributed)
+    journal = Checkpoint(options.checkpoint, about)
     budget = None if budget is None else budget.on(work.prepared.meta["target"])
     return _Session(work, judging, journal, steps, budget, metric).run(tolerance)
 

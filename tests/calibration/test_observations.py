@@ -12,10 +12,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.accuracy import ranks
 from fxquant.numerics.rounding import AdaptiveRounding
 from fxquant.prepared.operators import quantized_operators
-from fxquant.quantization.observers import MinMaxObserver
 from fxquant.serialization import pack, unpack
 from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, calibrated, same_state
 from tests.shared.networks import Network, members, to_train, written
@@ -347,12 +345,3 @@ def test_a_damaged_file_is_refused(change: tuple[Any, ...], seen: fxq.observers.
     path.write_bytes(pack(document, tensors))
     with pytest.raises(fxq.errors.ExportError, match="can be loaded"):
         fxq.load(path)
-
-
-def test_the_ranges_of_all_ranks_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, other = MinMaxObserver(), MinMaxObserver()
-    own.observe(torch.tensor([-1.0, 2.0]))
-    other.observe(torch.tensor([-4.0, 1.0]))
-    monkeypatch.setattr(ranks, "gathered", lambda value: [value, (3, {"own": dict(other.named_buffers())})])
-    assert ranks.merge({"own": own}, 1) == 4
-    assert (float(own.low), float(own.high), int(own.count)) == (-4.0, 2.0, 2)

@@ -92,12 +92,6 @@ def test_an_item_has_the_octave_of_its_largest_magnitude_whatever_the_order() ->
     assert at_once.items.sum((0, 2)).tolist() == [64, 64, 0, 64, 0, 0, 0, 64]
     assert float(in_steps.items.sum()) == 256
     assert in_steps.items.sum((0, 2)).tolist() == [64, 64, 0, 0, 64, 0, 0, 64]  # below a reach of 0.9 · 2^4
-    merged = HistogramObserver()
-    parts = [HistogramObserver(), HistogramObserver()]
-    for part, batch in zip(parts, (values[:2], values[2:]), strict=True):
-        part.take(batch, batch.min(), batch.max(), items=torch.aminmax(batch.flatten(1), dim=1))
-    merged.merge([dict(part.named_buffers()) for part in parts])
-    assert merged.items.sum((0, 2)).tolist() == [64, 64, 0, 64, 0, 0, 0, 64]
 
 
 def test_a_reach_that_doubles_keeps_every_count_over_its_range() -> None:

@@ -1,11 +1,11 @@
 """Several ranks: equal scales from different shards, training in DistributedDataParallel, copies and pickles of a prepared model."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +15,8 @@ from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxquant as fxq
-from fxquant.accuracy.checkpoint import Checkpoint
-from fxquant.accuracy.measure import FloatOutputs
-from fxquant.accuracy.weights import _Layer as Layer
+from fxquant.accuracy.ranks import agree
+from fxquant.errors import CalibrationError
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
 from tests.shared.contract import same_state
 from tests.shared.networks import descend, mean_square, to_train
@@ -25,6 +24,7 @@ from tests.shared.networks import descend, mean_square, to_train
 pytestmark = pytest.mark.nightly
 
 RANKS = 2
+ALONE = fxq.Options(distributed=False)
 OBSERVERS: dict[str, Any] = {
     "minmax": MinMaxObserver,
     "average": MovingAverageMinMaxObserver,
@@ -71,21 +71,16 @@ def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
         sensitivity = {
             "calibrated": {name: calibrated(rank, observer) for name, observer in OBSERVERS.items()},
             "again": again(rank),
-            "rounded": rounded(rank),
+            "rounded": rounded((4 * shards())[rank::RANKS]),
             "one without": fxq.qparams(fxq.calibrate(prepare(), shards() if rank == 0 else [])),
-            "failed": failed(rank),
+            "failed": failed(shard(rank) if rank == 0 else [shard(rank)[0], shard(rank)[1] * float("nan")]),
+            "unread": failed(unreadable(rank)),
             "trained": trained(rank, pickled),
             "frozen": frozen(rank),
             "learned": learned(rank),
-            "searched": searches(Metric()),
-            "lost": lost(rank, directory),
-            "other batches": refused(lambda: fxq.search.sensitivity(network(), shard(rank))),
             "other weights": refused(lambda: fxq.calibrate(other_weights(rank), shard(rank))),
-            "tuned": {name: tuned(name) for name in METHODS},
-            "apart": tuned("distill", steps=4 + rank),
+            "alone": [refused(call) for call in alone()],
             "taken over": taken_over(rank),
-            "of rank 0": of_rank_0(rank),
-            "kept": tuned("round_weights", options=fxq.Options(checkpoint=f"{directory}/rounding")),
         }
         torch.save(sensitivity, f"{directory}/{rank}.pt")
         dist.barrier()
@@ -99,28 +94,34 @@ def calibrated(rank: int, observer: type[Observer]) -> Any:
 
 
 def again(rank: int) -> Any:
-    """Calibrate twice: observations of all ranks are counted once when a second calibration goes on."""
+    """Calibrate twice: the second calibration goes on with the observations of all ranks."""
     prepared = fxq.calibrate(fxq.calibrate(prepare(HistogramObserver), shard(rank)), shard(rank))
     return fxq.qparams(prepared), observations(prepared)
 
 
-def rounded(rank: int) -> Any:
-    """Weights of four bits, and biases after them, by the samples of the first rank."""
+def rounded(batches: list[Tensor]) -> Any:
+    """Weights of four bits, and biases after them, by the samples of all ranks: each has 40, and biases ask for 64."""
     prepared = fxq.prepare(network(), shards()[0], "bernoulli", fxq.QConfig(weight=fxq.WeightConfig("int4")))
-    fxq.calibrate(prepared, 4 * shard(rank))  # 48 samples here and 32 there: only together are there enough for biases
+    fxq.calibrate(prepared, batches)
     return {name: value.clone() for name, value in prepared.state_dict().items() if name.endswith(("offset", "correction.value"))}
 
 
-def failed(rank: int) -> Any:
-    """One rank has bad data: all ranks raise the error, and keep their observations."""
-    prepared = fxq.calibrate(prepare(), shard(rank))
-    before = observations(prepared)
-    batches = shard(rank) if rank == 0 else [shard(rank)[0], shard(rank)[1] * float("nan")]
+def unreadable(rank: int) -> Iterator[Tensor]:
+    """Rank 1 cannot read its second batch."""
+    yield shard(rank)[0]
+    if rank:
+        raise CalibrationError("no file", because="it is lost", remedy="find it")
+    yield shard(rank)[1]
+
+
+def failed(batches: Iterable[Tensor]) -> Any:
+    """Calibrate with batches of which one is bad, after other batches; return the error, and whether the scales are as before."""
+    prepared = fxq.calibrate(prepare(), shards(), options=ALONE)
+    before = fxq.qparams(prepared)
     try:
         fxq.calibrate(prepared, batches)
-    except fxq.errors.CalibrationError as error:
-        after = observations(prepared)
-        return str(error), same_state(before, {name: after[name] for name in before})
+    except CalibrationError as error:
+        return str(error), before == fxq.qparams(prepared)
     return "no error", False
 
 
@@ -162,7 +163,7 @@ LEARNED = fxq.QConfig(fxq.ActivationConfig("int4", training="learned"), fxq.Weig
 
 def learner() -> fx.GraphModule:
     prepared = fxq.prepare(network(), shards()[0], "bayes-e", LEARNED, options=fxq.Options(batch_norm="frozen"))
-    fxq.calibrate(prepared, shards(), options=fxq.Options(distributed=False))
+    fxq.calibrate(prepared, shards(), options=ALONE)
     return to_train(prepared)
 
 
@@ -180,45 +181,6 @@ def learned(rank: int) -> Any:
     return dict(prepared.named_parameters())
 
 
-class Metric:
-    """The loss of a model with its sign changed; `calls` counts the evaluations, and from `last` on they raise."""
-
-    def __init__(self, last: int = 10**9) -> None:
-        self.calls, self.last = 0, last
-
-    def __call__(self, model: nn.Module) -> float:
-        self.calls += 1
-        if self.calls > self.last:
-            raise RuntimeError("this rank is lost")
-        return -float(mean_square(model(shards()[1])))
-
-
-def searches(metric: Metric) -> dict[str, Any]:
-    """The result of each search and how often this process evaluated the metric."""
-    model, batches = network(), shards()[:2]
-    budget = fxq.search.Budget(weight_bits=6)
-    calls: dict[str, Any] = {
-        "sensitivity": lambda: fxq.search.sensitivity(model, batches, metric=metric).tensors,
-        "mixed_precision": lambda: fxq.search.mixed_precision(model, batches, budget=budget, metric=metric).candidates,
-        "tune": lambda: [step.score for step in fxq.tune(model, batches, metric=metric, steps=2, tolerance=0.0).steps],
-    }
-    by_name = {}
-    for name, call in calls.items():
-        before = metric.calls
-        by_name[name] = repr(call()), metric.calls - before
-    return by_name
-
-
-def lost(rank: int, directory: str) -> Any:
-    """A rank raises in the middle of a search: the other one says so, and both have written their checkpoints."""
-    options = fxq.Options(checkpoint=f"{directory}/search")
-    try:
-        fxq.search.sensitivity(network(), shards()[:2], metric=Metric(3 if rank else 10**9), options=options)
-    except (fxq.errors.ConfigurationError, RuntimeError) as error:
-        return str(error)
-    return "no error"
-
-
 def refused(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -233,55 +195,22 @@ def other_weights(rank: int) -> fx.GraphModule:
     return prepared
 
 
-METHODS: dict[str, dict[str, Any]] = {
-    "round_weights": {}, "correct_bias": {}, "adaround": {"steps": 3}, "reconstruct": {"steps": 3}, "distill": {"steps": 4}
-}  # fmt: skip
+def alone() -> list[Callable[[], Any]]:
+    """Return the calls that each rank makes by itself."""
+    tunings = (partial(method, calibrated_alone(), shards()) for method in (fxq.tuning.adaround, fxq.tuning.correct_bias))
+    searches = (partial(search, network(), shards()) for search in (fxq.search.sensitivity, fxq.tune))
+    return [partial(fxq.tuning.equalize, prepare(), shards()), *tunings, *searches]
 
 
-def four_bits() -> fx.GraphModule:
-    """Calibrated without any method of tuning."""
-    options = fxq.Options(correct_bias=False, round_weights=False, choose_ranges=False, distributed=False)
-    prepared = fxq.prepare(network(), shards()[0], "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4")))
-    return fxq.calibrate(prepared, shards(), options=options)
-
-
-def taken_over(rank: int) -> Any:
-    """Rank 0 alone rounds weights; then both agree."""
-    prepared = four_bits()
-    if rank == 0:
-        fxq.tuning.round_weights(prepared, 4 * shards(), options=fxq.Options(distributed=False))
-    with mock.patch("fxquant.accuracy.checkpoint.logger.info") as told:
-        agreed = Checkpoint(None, {"method": "own"}, True, divided=False).agreed(prepared, f"of rank {rank}")
-    assert "each rank does all of the work" in str(told.call_args)
-    return agreed, {name: value.clone() for name, value in prepared.state_dict().items()}
-
-
-def counted(owner: type, name: str) -> Any:
-    return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
-
-
-def of_rank_0(rank: int) -> Any:
-    """Choices, roundings and corrections by the samples of rank 0; how often this process measured outputs and rounded a layer."""
-    prepared = fxq.prepare(network(), shards()[0], "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4")))
-    options = fxq.Options(correct_bias=False)
-    with counted(Layer, "best") as best, counted(FloatOutputs, "measure") as measure:
-        fxq.calibrate(prepared, 4 * shards() if rank == 0 else [], options=options)
-    return {name: value.clone() for name, value in prepared.state_dict().items()}, best.call_count, measure.call_count
-
-
-def tuned(name: str, **settings: Any) -> Any:
-    """Return a model's state after a method of `fxq.tuning`, the method's result, and how many layers this process rounded by samples."""
-    prepared = four_bits()
-    with counted(Layer, "best") as best:
-        try:
-            result = getattr(fxq.tuning, name)(prepared, 4 * shards(), **METHODS[name] | settings)
-        except fxq.errors.ConfigurationError as error:
-            return str(error)
-    return {name: value.clone() for name, value in prepared.state_dict().items()}, repr((result.layers, result.losses)), best.call_count
+def taken_over(rank: int) -> dict[str, Tensor]:
+    """Rank 1 computes other numbers than rank 0, and then they agree."""
+    prepared = other_weights(rank)
+    agree(prepared)
+    return dict(prepared.named_parameters())
 
 
 def calibrated_alone() -> fx.GraphModule:
-    return fxq.calibrate(prepare(), shards(), options=fxq.Options(distributed=False))
+    return fxq.calibrate(prepare(), shards(), options=ALONE)
 
 
 @pytest.fixture(scope="module")
@@ -297,42 +226,51 @@ def ranks(directory: Path) -> list[dict[str, Any]]:
 
 # ---- calibration --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", OBSERVERS)
-def test_every_rank_has_the_same_scales_and_statistics(ranks: list[dict[str, Any]], name: str) -> None:
+def test_every_rank_has_the_scales_and_statistics_of_one_process(ranks: list[dict[str, Any]], name: str) -> None:
     (scales, seen), (others, others_seen) = (rank["calibrated"][name] for rank in ranks)
-    assert scales == others
-    assert same_state(seen, others_seen)
-    assert all(0 < scale < float("inf") for scale in scales.values())
     single = fxq.calibrate(prepare(OBSERVERS[name]), shards())
-    exact = name == "minmax"
-    assert scales == pytest.approx(fxq.qparams(single), rel=0 if exact else 2e-2 if name in ("histogram", "percentile") else 1e-6, abs=0)
-    counts = {name: int(value) for name, value in seen.items() if name.endswith(".count")}
-    assert set(counts.values()) == {len(shards())}
+    assert scales == others == fxq.qparams(single)
+    assert same_state(seen, others_seen)
+    assert same_state(seen, observations(single))
     assert fxq.qparams(fxq.calibrate(prepare(OBSERVERS[name]), shard(1))) != scales, "one shard alone has other scales"
 
 
 def test_a_second_calibration_goes_on(ranks: list[dict[str, Any]]) -> None:
     (scales, seen), (others, others_seen) = (rank["again"] for rank in ranks)
-    assert scales == others
+    single = fxq.calibrate(fxq.calibrate(prepare(HistogramObserver), shards()), shards())
+    assert scales == others == fxq.qparams(single)
     assert same_state(seen, others_seen)
-    assert {int(value) for name, value in seen.items() if name.endswith(".count")} == {2 * len(shards())}
-    once = ranks[0]["calibrated"]["histogram"][1]
-    total = next(name for name in once if name.endswith(".counts"))
-    assert float(seen[total].sum()) == 2 * float(once[total].sum())
+    assert same_state(seen, observations(single))
 
 
-def test_ranks_round_weights_and_correct_biases_alike_and_a_rank_may_have_no_batch(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_round_weights_and_correct_biases_as_one_process_and_a_rank_may_have_no_batch(ranks: list[dict[str, Any]]) -> None:
     decided = ranks[0]["rounded"]
     assert {name.rpartition(".")[2] for name in decided} == {"offset", "value"}
     assert same_state(decided, ranks[1]["rounded"])
+    assert same_state(decided, rounded(4 * shards()))
     assert ranks[0]["one without"] == ranks[1]["one without"] == fxq.qparams(calibrated_alone())
 
 
 def test_a_failure_reaches_all_ranks(ranks: list[dict[str, Any]]) -> None:
     (told, kept), (own, kept_too) = (rank["failed"] for rank in ranks)
-    assert "the calibration of rank 1 failed" in told
-    assert "batch 1 does not fit the model" in own
+    assert told == own
+    assert "batch 3 does not fit the model" in told
     assert kept
     assert kept_too
+    assert "rank 1 cannot read its next batch" in ranks[0]["unread"][0]
+    assert "no file" in ranks[1]["unread"][0]
+
+
+def test_ranks_with_other_weights_and_what_each_rank_does_by_itself_are_refused(ranks: list[Any]) -> None:
+    for rank in ranks:
+        assert "the model of rank 1 has other parameters or statistics than that of rank 0" in rank["other weights"]
+        assert all("2 ranks search and tune nothing together" in told for told in rank["alone"])
+        assert len(rank["alone"]) == 5
+
+
+def test_a_rank_that_computed_other_numbers_takes_over_those_of_rank_0(ranks: list[dict[str, Any]]) -> None:
+    assert same_state(ranks[0]["taken over"], ranks[1]["taken over"])
+    assert same_state(ranks[0]["taken over"], dict(other_weights(0).named_parameters()))
 
 
 # ---- training -----------------------------------------------------------------------------------------------------------
@@ -369,89 +307,6 @@ def test_scales_are_learned_as_by_one_process(ranks: list[dict[str, Any]]) -> No
     for name, value in single.named_parameters():
         torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-6)
         assert not name.endswith("_change") or not torch.equal(value, torch.zeros_like(value)), name
-
-
-# ---- searches -----------------------------------------------------------------------------------------------------------
-def test_ranks_share_the_trials_of_a_search_and_have_the_results_of_one_process(ranks: list[Any]) -> None:
-    alone, one, other = searches(Metric()), ranks[0]["searched"], ranks[1]["searched"]
-    for name, (result, calls) in alone.items():
-        assert one[name][0] == other[name][0] == result, name
-        if name != "tune":  # its remedies are tried in turn, and only the searches among them are shared
-            assert max(one[name][1], other[name][1]) < 0.7 * calls, name
-            assert one[name][1] + other[name][1] == calls, name
-
-
-def test_one_process_goes_on_after_a_rank_was_lost(ranks: list[Any], directory: Path) -> None:
-    assert "failed on another rank" in ranks[0]["lost"]
-    assert "this rank is lost" in ranks[1]["lost"]
-    metric, (whole, calls) = Metric(), ranks[0]["searched"]["sensitivity"]
-    resumed = fxq.search.sensitivity(network(), shards()[:2], metric=metric, options=fxq.Options(checkpoint=directory / "search"))
-    assert repr(resumed.tensors) == whole
-    assert 0 < metric.calls < calls, "the files of both ranks are read"
-
-
-def test_ranks_with_other_batches_are_refused(ranks: list[Any]) -> None:
-    for rank in ranks:
-        assert "the ranks call this with different model and samples" in rank["other batches"]
-        assert "the ranks call this with different steps" in rank["apart"]
-        assert "the model of rank 1 has other parameters or statistics than that of rank 0" in rank["other weights"]
-
-
-# ---- tuning -------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", METHODS)
-def test_ranks_tune_alike_and_as_one_process_does(ranks: list[dict[str, Any]], name: str) -> None:
-    (state, rows, calls), (other, other_rows, other_calls) = (rank["tuned"][name] for rank in ranks)
-    alone, alone_rows, alone_calls = tuned(name)
-    assert same_state(state, other)
-    assert same_state(state, alone)
-    assert rows == other_rows == alone_rows
-    assert calls + other_calls == alone_calls
-    assert max(calls, other_calls) == -(-alone_calls // 2)
-
-
-def test_one_process_goes_on_from_the_layers_of_all_ranks(ranks: list[dict[str, Any]], directory: Path) -> None:
-    (state, rows, _), (_, _, calls) = ranks[0]["kept"], ranks[1]["kept"]
-    assert calls == 1
-    again, again_rows, calls = tuned("round_weights", options=fxq.Options(checkpoint=str(directory / "rounding")))
-    assert same_state(state, again)
-    assert (rows, 0) == (again_rows, calls)
-
-
-def test_ranks_divide_what_calibration_chooses_by_the_samples_of_rank_0(ranks: list[dict[str, Any]]) -> None:
-    (state, rounded, measured), (other, other_rounded, other_measured) = (rank["of rank 0"] for rank in ranks)
-    alone, alone_rounded, alone_measured = of_rank_0(0)
-    assert same_state(state, other)
-    assert same_state(state, alone)
-    assert (rounded, other_rounded, alone_rounded) == (2, 1, 3)
-    assert measured < alone_measured
-    assert other_measured < alone_measured
-
-
-def test_a_rank_that_computed_other_numbers_takes_over_those_of_rank_0(ranks: list[dict[str, Any]]) -> None:
-    (agreed, state), (other, other_state) = (rank["taken over"] for rank in ranks)
-    assert agreed == other == "of rank 0"
-    assert any(name.endswith("rounding.offset") for name in state)
-    assert same_state(state, other_state)
-
-
-# ---- merging, without any process -------------------------------------------------------------------------------------
-def test_an_observer_that_cannot_be_joined_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxquant.accuracy import ranks
-
-    class Own(MinMaxObserver):
-        merge = Observer.merge
-
-    own = Own()
-    own.observe(torch.randn(4))
-
-    def gather(into: list[Any], value: Any) -> None:
-        into[:] = [value, value]
-
-    monkeypatch.setattr(ranks, "count", lambda: 2)
-    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
-    with pytest.raises(fxq.errors.ConfigurationError, match="cannot be merged") as caught:
-        ranks.merge({"own": own}, 1)
-    assert "distributed=False" in caught.value.remedy
 
 
 # ---- copies -------------------------------------------------------------------------------------------------------------

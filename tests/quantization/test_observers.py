@@ -416,17 +416,6 @@ def test_a_fixed_scale_is_the_scale_of_the_config() -> None:
         fxq.ActivationConfig(scale=1.0, observer=scale)
 
 
-@pytest.mark.parametrize("observer", EVERY)
-def test_what_several_have_seen_is_what_one_would_have(observer: Callable[[], Observer]) -> None:
-    parts = [torch.cat((torch.randn(4096), torch.tensor([-5.0, 5.0]))) for _ in range(3)]  # the same reach
-    each = [observed(observer(), part) for part in parts]
-    merged, whole = observer(), observed(observer(), *parts)
-    merged.merge([dict(one.named_buffers()) for one in each])
-    for dtype in (INT4, INT8):
-        assert merged.scale(dtype) == pytest.approx(whole.scale(dtype))
-    assert [float(end) for end in merged.interval(UINT8)] == pytest.approx([float(end) for end in whole.interval(UINT8)])
-
-
 def test_observers_with_settings_go_through_a_file(tmp_path: Path) -> None:
     observers = [LpObserver(2.5), ClipObserver(-1.5, 2.0), ClipStdObserver(2.5), KLObserver()]
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in observers))

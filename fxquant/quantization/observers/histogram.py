@@ -68,22 +68,6 @@ def doubled(counts: Tensor) -> None:
     counts[:, -1, : BINS // 2] += last
 
 
-def merged(states: Sequence[Mapping[str, Tensor]], name: str, reach: Tensor) -> Tensor:
-    """Return the counts of several histograms, over the largest of their reaches."""
-    total = empty().to(reach.device)
-    middles = torch.arange(BINS, device=reach.device, dtype=torch.float64) + 0.5
-    for state in states:
-        if not float(state["reach"]) > 0:
-            continue
-        ratio = float(reach.double() / state["reach"].double())
-        lower = int(torch.frexp(torch.tensor(ratio, dtype=torch.float64, device="cpu")).exponent) - 1
-        for octave in range(OCTAVES):
-            to = min(octave + lower, OCTAVES - 1)
-            bins = (middles * (2.0 ** (to - octave) / ratio)).long().clamp_max(BINS - 1)
-            total[:, to].index_add_(1, bins, state[name][:, octave])
-    return total
-
-
 Functions = tuple[Callable[[Tensor], Tensor], ...]  # of one element each, on tensors
 
 
@@ -371,21 +355,6 @@ class HistogramObserver(Observer, names="histogram"):
 
     def _positive(self) -> Tensor:
         return (self.counts - self.negative).clamp_min(0)
-
-    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Counts over another reach go to the bins where the middles of theirs lie."""
-        reach = torch.stack([state["reach"] for state in states]).max()
-        middles = torch.arange(self.bins, device=reach.device, dtype=torch.float64) + 0.5
-        for name, buffer in (("counts", self.counts), ("negative", self.negative)):
-            counts = torch.zeros_like(buffer)
-            for state in states:
-                bins = (middles * (state["reach"].double() / reach.double())).long() if float(reach) > 0 else middles.long()
-                counts.index_add_(0, bins, state[name])
-            buffer.copy_(counts)
-        self.items.copy_(merged(states, "items", reach))
-        self.reach.copy_(reach)
-        self.largest.copy_(torch.stack([state["largest"] for state in states]).max())
-        self.count.copy_(torch.stack([state["count"] for state in states]).sum())
 
 
 class MSEObserver(HistogramObserver, names="mse"):

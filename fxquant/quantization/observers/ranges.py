@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import lru_cache
 from typing import Any, Protocol
@@ -188,14 +188,6 @@ class Observer(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
 
-    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Set the statistics to the merged statistics of several observers: `states` are their buffers by name, including this observer's.
-
-        Called with the same states in the same order on every rank, so that all ranks agree bit for bit. Observers
-        without observations are left out by the caller. Needed only to calibrate with torch.distributed.
-        """
-        raise NotImplementedError
-
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)}" for name in SETTINGS.get(type(self), ()))
 
@@ -263,11 +255,6 @@ class MinMaxObserver(Observer, names="min_max minmax"):
     def range_observer(self) -> MinMaxObserver:
         return MinMaxObserver()
 
-    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        self.low.copy_(torch.stack([state["low"] for state in states]).min())
-        self.high.copy_(torch.stack([state["high"] for state in states]).max())
-        self.count.copy_(torch.stack([state["count"] for state in states]).sum())
-
 
 class MovingAverageMinMaxObserver(MinMaxObserver, names="moving_average"):
     """Covers the average of the batches' ranges.
@@ -294,14 +281,6 @@ class MovingAverageMinMaxObserver(MinMaxObserver, names="moving_average"):
         weight = torch.clamp_min(1 / self.count, self.averaging_constant)
         self.low.add_((low - self.low) * weight)
         self.high.add_((high - self.high) * weight)
-
-    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Average the ranges of several observers, weighted by their numbers of batches."""
-        counts = torch.stack([state["count"] for state in states])
-        for name in ("low", "high"):
-            values = torch.stack([state[name] for state in states]).double()
-            getattr(self, name).copy_((values * counts).sum() / counts.sum())
-        self.count.copy_(counts.sum())
 
     def range_observer(self) -> MinMaxObserver:
         return MovingAverageMinMaxObserver(self.averaging_constant)
