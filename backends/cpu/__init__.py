@@ -7,7 +7,7 @@ count, where it counts as `torch.histc` does on this machine.
 
 from functools import partial
 
-from fxquant.backends.cpu import chains, compiled, looping, training  # noqa: F401  # they register their kernels
+from fxquant.backends.cpu import chains, compiled, looping, proofs, training  # noqa: F401  # they register what they offer
 from fxquant.kernels import patterns
 from fxquant.kernels.kernel import Kernel
 from fxquant.primitives.arithmetic import RealArithmetic

@@ -163,6 +163,7 @@ def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
     try:
         name = _name(compiler, source, flags)
         loaded = load(name, cached(name, lambda: _compiled(compiler, source, flags)))
+        loaded.made_of = name  # type: ignore[attr-defined]
         for function in functions:
             getattr(loaded, f"fxq_{function}").restype = None
             getattr(loaded, f"fxq_{function}").argtypes = [_pointer]

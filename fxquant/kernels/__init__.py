@@ -16,6 +16,7 @@ constant, graph or copy gets new programs.
 
 An implementation is admitted (`admission`) by conditions on constants and proved bounds, and then by a comparison with the
 primitives on this machine: on operands of the whole range; for a requantization on both sides of every step, for each channel,
-which is a proof, since both functions are monotonic; for a table on every byte or pair of bytes. If one is not applicable or disagrees,
+which is a proof, since both functions are monotonic; for a table on every byte or pair of bytes. A backend may keep the
+digests of proofs (`runner.PROOFS`), so that no later process makes them again. If one is not applicable or disagrees,
 the next is tried, and the primitives at last; `explain` gives the reason. One that computed other bits is also logged and reported.
 """

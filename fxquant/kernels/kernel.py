@@ -169,6 +169,7 @@ class Site:
     # Of every tensor of the graph, for as many images as the proof takes; what is built runs with any number.
     sizes: Mapping[fx.Node, SIZES]
     forms: Forms
+    proved: bool = False  # whether an implementation was proved at a place like this before, on this machine
 
     def constant(self, node: Any) -> Any:
         return None if node is None else resolve(self.model, str(node.target)).detach()

@@ -1,8 +1,10 @@
 """Run an integer model with its kernels. The results of a program have the bits and the strides of the primitives' results."""
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from fxquant.support.files import free_in_child
 from fxquant.support.progress import progress
 
 PROVED = 2  # images that an implementation is compared with the primitives on, at most
+PROOFS: list[Callable[[], Any]] = []  # of which the first returns the proofs of earlier processes: `known`, `key` and `add`; or None
 MOST_PROGRAMS = 16  # sizes and strides of inputs that are remembered; those used longest ago are forgotten first
 
 
@@ -155,6 +158,8 @@ class Runner:
         # In a loop that runs step by step: kernels that allocate their results, floats, at each step.
         runs = {node for node in layouts if node not in loops or layouts[node][2].is_floating_point}
         fused = [(node, entry[0]) for node in model.graph.nodes if (entry := kernel(node)) is not None and node in runs]
+        begun, proofs = time.monotonic(), next((of() for of in PROOFS), None)
+        before = 0 if proofs is None else len(proofs.known)
         within: set[fx.Node] = set()  # what kernels that were proved compute: those of the most nodes come first
         largest = sorted(fused, key=lambda each: -len(kernel(each[0])[1]))  # type: ignore[index]
         for node, name in progress(largest, len(fused), "proving kernels"):
@@ -169,12 +174,20 @@ class Runner:
                     refused = {"": "its pattern is not there any more"}
                     self.chosen[key] = Chosen(Match(node, (node,), ()), Choice(name, None, refused))
                 else:
-                    self.chosen[key] = _choose(candidate, Site(model, match, _few(candidate, match, sizes), forms))
+                    self.chosen[key] = _choose(candidate, Site(model, match, _few(candidate, match, sizes), forms), proofs)
                 while len(self.chosen) > MOST_PROGRAMS * len(fused):
                     self.chosen.popitem(last=False)
             chosen[node] = self.chosen[key]
             if chosen[node].built is not None:
                 within.update(chosen[node].match.covers)
+        if proofs is not None:
+            took = time.monotonic() - begun
+            logger.info(
+                "kernels: %d, of which %d were proved on this machine for the first time, %.2f s",
+                len(chosen),
+                len(proofs.known) - before,
+                took,
+            )
         return Program(model, layouts, forms, {node: chosen[node] for node, _ in fused if node in chosen})
 
 
@@ -197,17 +210,22 @@ def _few(kernel: Kernel, match: Match, sizes: Mapping[fx.Node, tuple[int, ...]])
     return {node: (min(sizes[node][0], PROVED), *sizes[node][1:]) if node in varying else sizes[node] for node in nodes}
 
 
-def _choose(kernel: Kernel, site: Site) -> Chosen:
-    """Return the first implementation that is proved at this site; the primitives if none is."""
+def _choose(kernel: Kernel, site: Site, proofs: Any = None) -> Chosen:
+    """Return the first implementation that is proved at this site, now or before; the primitives if none is."""
     refused: dict[str, str] = {}
     disagrees: list[str] = []
     for implementation in kernel.implementations:
         if any(0 in site.sizes[read] for read in site.match.reads):
             refused[implementation.name] = "its operand is empty"
             continue
+        key = "" if proofs is None else proofs.key(site, implementation)
+        is_proved = proofs is not None and key in proofs.known
         try:
-            built = implementation.build(site)
-            prove(site, implementation, built)
+            built = implementation.build(replace(site, proved=is_proved))
+            if not is_proved:
+                prove(site, implementation, built)
+            if proofs is not None and not is_proved:
+                proofs.add(key)
         except NotApplicable as error:
             refused[implementation.name] = str(error)
         except Disagrees as error:
