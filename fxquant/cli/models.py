@@ -101,9 +101,9 @@ def add_conformance(commands: Any) -> None:
         _conformance,
         "check that a board computes fxquant's integers: write probe programs for it, and compare its results",
         "With --target, write a kit: a program for each operator, compiled by the vendor's tool. Copy KIT/board to the board, and run\n"
-        "`python3 run.py` there. With --results, say per operator whether every integer is equal, or how many differ and which known\n"
-        "variant of the arithmetic fits; conformance.json is written into DIR. The exit status is 0 if every operator that runs on the\n"
-        "BPU is equal, and 1 if one differs or was not run.",
+        "`python3 run.py` there. With --results, say per operator whether every integer is equal, or how many differ;\n"
+        "conformance.json is written into DIR. The exit status is 0 if every operator that runs on the BPU is equal, and 1 if one differs\n"
+        "or was not run.",
     )
     conformance.add_argument("kit", type=path, metavar="KIT", help="the folder of the kit")
     request = conformance.add_mutually_exclusive_group(required=True)

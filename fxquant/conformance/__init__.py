@@ -3,10 +3,8 @@
 rows      the operators, a small network each
 kit       the programs, inputs and expected outputs, as a folder: rows that are compiled together, calibrated and converted
 board     the script that runs the programs on a board; it needs Python and numpy alone
-variants  other roundings and widths, as changes of a target's arithmetic
 manifest  the list of a kit's contents
 results   the results of a board, or of the vendor's simulator in its place, compared with the expected integers
 
-The kit holds inputs and expected integers for each row. Where a board's integers differ, `variants` changes data of the target's
-arithmetic, converts the probe again, and names the variants that fit.
+The kit holds inputs and expected integers for each row.
 """

@@ -231,7 +231,7 @@ def conformance_kit(
 
         board/          the part to copy to the board: programs (.bin), inputs.npz, and run.py, which needs only Python and numpy
         expected.npz    the expected integers of each program, computed by the integer model
-        models/         the prepared models, from which `check_conformance` computes variants
+        models/         the prepared models, for `simulate_conformance`
         manifest.json   the operator of each output, and which operators the compiler refused or left to the processor
 
     dtypes     of activations: "int8", and "int16" on bayes and bayes-e

@@ -1,12 +1,10 @@
-"""Comparison of a board's results with the expected integers: per operator, whether they are equal, and which variants fit if not."""
+"""Comparison of a board's results with the expected integers: per operator, whether they are equal, and the simulator's with them."""
 
-import functools
-import itertools
 import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from fxquant import backends
 from fxquant.accuracy.result import Rows
 from fxquant.analysis.recording import QUANTIZED, Seen, Wanted, returned
 from fxquant.api import convert, load
@@ -22,17 +19,13 @@ from fxquant.backends.horizon.compiled_program import SimulatedForm
 from fxquant.conformance import manifest
 from fxquant.conformance.board import UNKNOWN, integers
 from fxquant.conformance.manifest import Array, Case, Kit, ProbeProgram, packed, read_arrays, read_kit
-from fxquant.conformance.variants import variants_of
-from fxquant.errors import ConfigurationError, ExportError, FxQuantError
+from fxquant.errors import ConfigurationError, ExportError
 from fxquant.primitives import PRIMITIVES, shape
-from fxquant.support import logger
 from fxquant.support.arguments import FOLDER, checked
 from fxquant.support.files import write_file
 from fxquant.support.progress import progress
-from fxquant.target import Target
 
 
-# ---- A kit's models: the integers of a program, computed by its target's arithmetic or a variant of it ---------------
 def model_of(kit: Kit, program: ProbeProgram) -> fx.GraphModule:
     """Return the prepared model of a program. Raises ExportError if the kit is damaged."""
     return load(kit.file(f"{manifest.MODELS}/{program.name}.fxq"))  # type: ignore[no-any-return]
@@ -44,21 +37,7 @@ def kit_images(kit: Kit) -> list[Tensor]:
     return [torch.from_numpy(image[None]) for image in whole]
 
 
-def computed(prepared: fx.GraphModule, target: Target, images: list[Tensor], steps: Mapping[int, Array]) -> dict[int, Array]:
-    """Compute the integers of outputs, by index, with a target's arithmetic; the prepared model is left unchanged."""
-    before = prepared.meta["target"]
-    prepared.meta["target"] = target
-    try:
-        integer = convert(prepared, kernels="reference")
-    finally:
-        prepared.meta["target"] = before
-    results = [integer(image) for image in images]
-    return {index: integers(torch.cat([result[index] for result in results]).numpy(), step) for index, step in steps.items()}
-
-
 EQUAL, DIFFERS, NOT_RUN, PROCESSOR, REFUSED = "equal", "differs", "not run", "processor", "refused"
-FITS_SHOWN = 3  # in a table
-SIMULATOR = "the vendor's simulator"  # named as a variant that fits, if the kit holds its results
 
 
 class ProbeResult(NamedTuple):
@@ -71,7 +50,7 @@ class ProbeResult(NamedTuple):
     elements       the number of its outputs' elements, over all programs that hold it and all inputs
     differing      the number of elements whose integer differs from the expected one
     largest_steps  the largest difference, in steps of the output
-    fits           the variants of the arithmetic that give every one of its elements
+    simulated      whether the vendor's simulator gives every one of its elements, if the kit holds the simulator's results
     note           why it was not run or compared
     """
 
@@ -81,7 +60,7 @@ class ProbeResult(NamedTuple):
     elements: int = 0
     differing: int = 0
     largest_steps: int = 0
-    fits: tuple[str, ...] = ()
+    simulated: bool = False
     note: str = ""
 
 
@@ -112,34 +91,29 @@ class Conformance(Rows[ProbeResult]):
         elements, differing = (sum(getattr(row, name) for row in self.items) for name in ("elements", "differing"))
         numbers = ", ".join(f"{counted[name]} {name}" for name in (EQUAL, DIFFERS, NOT_RUN, PROCESSOR, REFUSED) if counted[name])
         lines = [f"{EQUAL if self else 'NOT equal'}: {numbers}; {differing:,} of {elements:,} elements differ"]
-        fits = Counter(name for row in self.items for name in row.fits)
-        lines.extend(f"  fits {count} of {counted[DIFFERS]} operators that differ: {name}" for name, count in fits.most_common(FITS_SHOWN))
-        if unexplained := [row.operator for row in self.items if row.result == DIFFERS and not row.fits]:
-            lines.append(f"  no known variant fits: {', '.join(unexplained)}")
+        if shared := [row.operator for row in self.items if row.result == DIFFERS and row.simulated]:
+            lines.append(f"  the vendor's simulator gives the same integers: {', '.join(shared)}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        shown = [row._replace(fits=(*row.fits[:FITS_SHOWN], *(["…"] if len(row.fits) > FITS_SHOWN else []))) for row in self.items]
-        return f"{Rows(self.title, tuple(shown))}\n{self.summary}"
+        return f"{Rows(self.title, self.items)}\n{self.summary}"
 
     @checked()
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the rows, with target, kit and runtime, as JSON; return the path."""
         about = {"target": self.target, "kit": self.kit, "runtime": self.runtime, "equal": bool(self)}
-        rows = [{**row._asdict(), "fits": list(row.fits)} for row in self.items]
-        return write_file(path, json.dumps({**about, "operators": rows}, indent=1, ensure_ascii=False) + "\n")
+        return write_file(
+            path, json.dumps({**about, "operators": [row._asdict() for row in self.items]}, indent=1, ensure_ascii=False) + "\n"
+        )
 
 
 @dataclass
 class Ran:
     """An output of a program that a board returned."""
 
-    program: ProbeProgram
-    index: int
-    steps: Array  # the value of a step of it
     expected: Array  # its expected integers
     found: Array  # its actual integers
-    fits: set[str] = field(default_factory=set)  # the variants that give every element
+    simulated: bool  # whether the vendor's simulator gives every element
 
     @property
     def differing(self) -> int:
@@ -152,14 +126,12 @@ class Ran:
 
 
 @checked(folder=FOLDER, results=FOLDER)
-def check_conformance(folder: str | os.PathLike[str], results: str | os.PathLike[str], *, show_progress: bool | None = None) -> Conformance:
+def check_conformance(folder: str | os.PathLike[str], results: str | os.PathLike[str]) -> Conformance:
     """Compare the results of a board with the expected integers of a kit.
 
-    `folder` is the kit that `conformance_kit` wrote, `results` the folder that its run.py filled on the board. If elements of an
-    operator differ, the integer model is computed again by known variants of the target's arithmetic: other roundings, other widths, the
-    arithmetic of other marches. A variant fits an operator if it gives all of its elements, in all programs that hold it. So does the
-    vendor's simulator, if `simulate_conformance` has filled the kit's folder "simulated": an operator that also differs there is a known
-    difference of the compiler's arithmetic, and not of the board.
+    `folder` is the kit that `conformance_kit` wrote, `results` the folder that its run.py filled on the board. The
+    elements of an operator that differ are compared with the vendor's simulator as well, if `simulate_conformance` has filled the kit's
+    folder "simulated": where the simulator gives them, too, the difference is the compiler's, and not the board's.
 
     A program without results leaves its operators "not run".
 
@@ -184,15 +156,22 @@ def check_conformance(folder: str | os.PathLike[str], results: str | os.PathLike
             if case.place == manifest.BPU and program.outputs[index] in arrays:
                 step = expected[f"{name}/step"]
                 result = _fitted(arrays[program.outputs[index]], expected[name], path, case)
-                ran[program.name, index] = Ran(program, index, step, expected[name].astype(np.int64), integers(result, step))
+                actual = integers(result, step)
+                ran[program.name, index] = Ran(expected[name].astype(np.int64), actual, _simulates(kit, program, index, step, actual))
     if not runtimes:
         because = f"there is none of {', '.join(f'{program.name}.npz' for program in kit.programs[:4])}"
         remedy = f"copy {kit.folder / manifest.BOARD} to the board, run `python3 run.py` there, and pass the folder that it fills"
         raise ConfigurationError(f"{place} holds no results", because=because, remedy=remedy)
-    _find_fits(kit, list(ran.values()), show_progress)
     runtime = ", ".join(runtimes)
     title = f"{kit.target} on {runtime}, kit {kit.identity}"
     return Conformance(title, tuple(_rows(kit, ran, notes)), target=kit.target, kit=kit.identity, runtime=runtime)
+
+
+def _simulates(kit: Kit, program: ProbeProgram, index: int, step: Array, actual: Array) -> bool:
+    """Return whether the simulator's results, if the kit holds them, have these integers as a program's output."""
+    path, name = kit.folder / manifest.SIMULATED / f"{program.name}.npz", program.outputs[index]
+    simulated = _of_kit(kit, path) if path.is_file() else {}
+    return name in simulated and np.array_equal(integers(simulated[name], step), actual)
 
 
 def _of_kit(kit: Kit, path: Path) -> dict[str, Array]:
@@ -212,45 +191,6 @@ def _fitted(actual: Array, expected: Array, path: Path, case: Case) -> Array:
         because = f"the output of {case.operator!r} is {actual.dtype} of shape {actual.shape}, and {expected.shape} is expected"
         raise ExportError(f"{path} does not fit its program", because=because, remedy="write results by the kit's own run.py")
     return actual.reshape(expected.shape)
-
-
-def _find_fits(kit: Kit, ran: Sequence[Ran], show: bool | None) -> None:
-    """Find the variants that fit the outputs of differing operators."""
-    differing = {_operator(each) for each in ran if each.differing}
-    if not differing:
-        return
-    for each in ran:
-        path = kit.folder / manifest.SIMULATED / f"{each.program.name}.npz"
-        simulated = _of_kit(kit, path) if path.is_file() else {}
-        name = each.program.outputs[each.index]
-        if name in simulated and np.array_equal(integers(simulated[name], each.steps), each.found):
-            each.fits.add(SIMULATOR)
-    _try(kit, ran, differing, show)
-
-
-def _operator(ran: Ran) -> tuple[str, str]:
-    return ran.program.cases[ran.index].operator, ran.program.dtype
-
-
-def _try(kit: Kit, ran: Sequence[Ran], operators: set[tuple[str, str]], show: bool | None) -> None:
-    """Add each variant of the target's arithmetic whose integers equal the board's outputs of these operators."""
-    programs = {each.program.name: each.program for each in ran if _operator(each) in operators}
-    images = kit_images(kit)
-    failed: dict[str, str] = {}
-    plan = list(itertools.product(programs.values(), variants_of(backends.get(kit.target))))
-    model = functools.lru_cache(1)(functools.partial(model_of, kit))
-    for program, (name, target) in progress(plan, len(plan), "trying variants", show):
-        chosen = {each.index: each for each in ran if each.program.name == program.name and _operator(each) in operators}
-        try:
-            results = computed(model(program), target, images, {index: each.steps for index, each in chosen.items()})
-        except FxQuantError as error:
-            failed[name] = error.because
-            continue
-        for index, each in chosen.items():
-            if np.array_equal(results[index], each.found):
-                each.fits.add(name)
-    for name, because in failed.items():
-        logger.info("the variant %r could not be computed: %s", name, because)
 
 
 def _rows(kit: Kit, ran: Mapping[tuple[str, int], Ran], notes: Mapping[str, str]) -> list[ProbeResult]:
@@ -275,10 +215,10 @@ def _row(
     runs = [ran[program.name, index] for program, index in on_bpu if (program.name, index) in ran]
     missing = [f"{program.name}: {notes[program.name]}" for program, index in on_bpu if (program.name, index) not in ran]
     differing = sum(each.differing for each in runs)
-    fits = sorted(set.intersection(*(each.fits for each in runs)), key=lambda name: (name != SIMULATOR, name)) if differing else []
+    simulated = bool(differing) and all(each.simulated for each in runs)
     result = DIFFERS if differing else NOT_RUN if missing else EQUAL
     elements, largest = sum(each.expected.size for each in runs), max((each.largest for each in runs), default=0)
-    return ProbeResult(operator, dtype, result, elements, differing, largest, tuple(fits), "; ".join([*missing, *refused]))
+    return ProbeResult(operator, dtype, result, elements, differing, largest, simulated, "; ".join([*missing, *refused]))
 
 
 MOVES = frozenset(function for function in PRIMITIVES if function.__module__ == shape.__name__)

@@ -1,4 +1,4 @@
-"""Conformance kits without the vendor's tool: a stand-in compiles, and returns our own integers, or integers of planted variants."""
+"""Conformance kits without the vendor's tool: a stand-in compiles, and returns our own integers, or planted ones."""
 
 import io
 import json
@@ -19,36 +19,21 @@ from onnx import TensorProto, helper
 from torch import fx
 
 import fxquant as fxq
-from fxquant import backends
 from fxquant.analysis.recording import returned
 from fxquant.backends.horizon.tool import Tool
 from fxquant.cli import main
 from fxquant.conformance import kit as kit_module
 from fxquant.conformance import manifest
 from fxquant.conformance.board import integers
-from fxquant.conformance.kit import SCALES, Compiled, probe_target
+from fxquant.conformance.kit import SCALES, Compiled
 from fxquant.conformance.manifest import Array, Kit, packed, read_arrays, read_kit
-from fxquant.conformance.results import SIMULATOR, computed, kit_images, model_of
+from fxquant.conformance.results import kit_images, model_of
 from fxquant.conformance.rows import ROWS
-from fxquant.conformance.variants import variants_of
 from fxquant.ops.elementwise import table
 
 pytestmark = pytest.mark.nightly
 
 OPERATORS = ("conv 3x3", "conv 1x1", "add", "mul", "prelu", "avg pool 2x2", "bilinear x2", "conv, clamp", "exp")
-# Of each operator another one: what its results are planted by.
-PLANTED = {
-    "conv 3x3": "layers: halves rounded to even",
-    "conv 1x1": "multipliers of 13 bits",
-    "add": "sums: rounded down",
-    "mul": "products: halves rounded away from zero",
-    "prelu": "other tensors: rounded down",
-    "avg pool 2x2": "average pools and products with a number are not layers",
-    "bilinear x2": "linear resizing is rounded down along each dimension",
-    "exp": "layers: rounded down, without half a step in the bias",
-}
-
-LAYERS = "layers: rounded down, without half a step in the bias"
 
 
 def stand_in(integer: fx.GraphModule, to: Path, name: str = "model") -> Compiled:
@@ -104,32 +89,6 @@ def write_results(kit: Kit, folder: Path, change: Change = lambda arrays: arrays
     return folder
 
 
-def planted(kit: Kit, folder: Path, by: Mapping[str, fxq.Target]) -> Path:
-    """Results of which each operator is computed by a target's arithmetic."""
-    write_results(kit, folder)
-    expected = read_arrays(kit.file(manifest.EXPECTED))
-    for program in kit.programs:
-        arrays = read_arrays(folder / f"{program.name}.npz")
-        for index, case in enumerate(program.cases):
-            if case.operator in by:
-                step = expected[f"{program.name}/{index}/step"]
-                result = computed(model_of(kit, program), by[case.operator], kit_images(kit), {index: step})[index]
-                arrays[program.outputs[index]] = (result * step).astype(np.float32)
-        (folder / f"{program.name}.npz").write_bytes(packed(arrays))
-    return folder
-
-
-@pytest.fixture
-def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted variants, and a few more: each is a conversion of every program."""
-    names = {*PLANTED.values(), LAYERS, "everything: halves rounded up", "multipliers of 14 bits"}
-
-    def chosen(target: fxq.Target) -> list[tuple[str, fxq.Target]]:
-        return [(name, changed) for name, changed in variants_of(target) if name in names]
-
-    monkeypatch.setattr("fxquant.conformance.results.variants_of", chosen)
-
-
 def rows(result: fxq.results.Conformance) -> dict[str, fxq.results.ProbeResult]:
     return {row.operator: row for row in result}
 
@@ -165,25 +124,7 @@ def test_a_board_that_computes_what_is_expected_is_equal(kit: Kit, tmp_path: Pat
     assert (about["equal"], about["kit"], about["runtime"], len(about["operators"])) == (True, kit.identity, "a test", len(OPERATORS))
 
 
-@pytest.mark.usefixtures("few_variants")
-def test_each_planted_variant_is_named(kit: Kit, tmp_path: Path) -> None:
-    named = dict(variants_of(backends.get(kit.target)))
-    folder = planted(kit, tmp_path / "results", {operator: named[name] for operator, name in PLANTED.items()})
-    conformance = fxq.board.check_conformance(kit.folder, folder)
-    assert not conformance
-    table = rows(conformance)
-    for operator, name in PLANTED.items():
-        assert table[operator].result == "differs", operator
-        assert table[operator].differing > 0
-        assert name in table[operator].fits, (operator, table[operator].fits)
-        # Another march as a whole may compute one operator in the same way; a single change of something else may not.
-        unlike = {other for other in PLANTED.values() if other != name and "arithmetic of" not in other} & set(table[operator].fits)
-        assert not unlike, (operator, unlike)
-    assert "no known variant" not in conformance.summary
-
-
-def test_what_no_variant_gives_is_counted_and_unexplained(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxquant.conformance.results.variants_of", lambda target: variants_of(target)[:4])
+def test_what_differs_is_counted(kit: Kit, tmp_path: Path) -> None:
 
     def change(arrays: dict[str, Array]) -> dict[str, Array]:
         arrays["2"].flat[3] += 64 * np.abs(arrays["2"]).max()
@@ -193,15 +134,16 @@ def test_what_no_variant_gives_is_counted_and_unexplained(kit: Kit, tmp_path: Pa
     folder = write_results(kit, tmp_path / "results", change)
     conformance = fxq.board.check_conformance(kit.folder, folder)
     table = rows(conformance)
-    assert (table["add"].result, table["add"].differing, table["add"].fits) == ("differs", 2, ())
+    assert (table["add"].result, table["add"].differing, table["add"].simulated) == ("differs", 2, False)
     assert table["add"].largest_steps >= 127
     assert table["mul"].differing == 6
     assert {row.result for row in conformance if row.operator not in ("add", "mul", "conv, clamp")} == {"equal"}
-    assert "no known variant fits: add, mul" in conformance.summary
     assert main(["conformance", str(kit.folder), "--results", str(folder)]) == 1
     # What differs in the simulator, too, is a known difference.
     write_results(kit, kit.folder / manifest.SIMULATED, change)
-    assert SIMULATOR in rows(fxq.board.check_conformance(kit.folder, folder))["add"].fits
+    conformance = fxq.board.check_conformance(kit.folder, folder)
+    assert [row.operator for row in conformance if row.simulated] == ["add", "mul"]
+    assert "simulator gives the same integers: add, mul" in conformance.summary
 
 
 def test_integers_and_shapes_with_ones_are_taken(kit: Kit, tmp_path: Path) -> None:
@@ -405,16 +347,6 @@ def test_the_kit_sees_whether_a_slope_is_of_32_bits(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(table, "to_float32", lambda value: value)
     others = kit_module.converted(rows, "bayes-e", "int8", SCALES[0])[1](image)
     assert not any(torch.equal(one, other) for one, other in zip(result, others, strict=True))
-
-
-def test_variants_differ_from_the_target_and_each_other() -> None:
-    for march in ("bayes-e", "bernoulli2"):
-        target = probe_target(march)
-        result = variants_of(target)
-        assert len(dict(result)) == len(result) > 40
-        arithmetics = [changed.arithmetic for _, changed in result]
-        assert target.arithmetic not in arithmetics
-        assert all(one != other for index, one in enumerate(arithmetics) for other in arithmetics[:index])
 
 
 # ---- the board's script -----------------------------------------------------------------------------------------------------
