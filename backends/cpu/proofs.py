@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import fxquant
 from fxquant.backends.cpu import native
+from fxquant.ir import graph
 from fxquant.ir.graph import TensorFact, fact
 from fxquant.ir.integer import qparams
+from fxquant.kernels import runner
 from fxquant.kernels.admission import between
 from fxquant.kernels.kernel import Implementation, Site
-from fxquant.kernels.runner import PROOFS
+from fxquant.numerics import grids
+from fxquant.primitives import record
 from fxquant.support import logger
 
-CODE = ("backends/cpu", "kernels", "primitives", "numerics", "ir")  # the folders of the package whose code a proof depends on
 LARGEST = 2**22  # bytes of a file of proofs, which is begun anew beyond
 
 
@@ -77,9 +78,8 @@ def proofs() -> Proofs | None:
     if any(isinstance(each, str) for each in libraries):
         return None
     hasher = hashlib.sha256(f"{torch.__version__} {[each.made_of for each in libraries]}".encode())
-    for folder in CODE:
-        place = next(there for above in fxquant.__path__ if (there := Path(above) / folder).is_dir())
-        for file in sorted(place.rglob("*.py")):
+    for module in (native, runner, record, grids, graph):  # of the packages whose code a proof depends on
+        for file in sorted(Path(str(module.__file__)).parent.rglob("*.py")):
             hasher.update(file.read_bytes())
     try:
         return Proofs(native.folder() / f"proofs-{hasher.hexdigest()[:20]}.txt")
@@ -87,4 +87,4 @@ def proofs() -> Proofs | None:
         return None
 
 
-PROOFS.append(proofs)
+runner.PROOFS.append(proofs)
