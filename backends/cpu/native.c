@@ -732,6 +732,8 @@ enum { BYTES = 1, WORDED = 2, TRANSFORMED = 3, MOVED = 4 }; /* what the steps of
 enum { CHANNELS = 8, QUAD = 4, STEP = CHANNELS * QUAD, SUMS = STEP / 2 }; /* output channels, bytes, products and sums in 16 bits of a step */
 enum { LONGEST = 8, LONG = 4 };                 /* steps of a run: of filters, and of sums over channels */
 enum { NEAR = 32, SPARED = 5 };                 /* from 128, of the zero of a moved operand; instructions of a moved step, with what is apart */
+enum { AS_ONE = 8 };                          /* pixels side by side that are filtered as one, at most */
+enum { CONSTANTS = 9, SLACK = 64 };             /* of each channel: the bias and those of an epilogue; and what is read after the last one */
 enum { FILTERS = 32 };                          /* channels of a block of filters, whose steps are two taps of each of them */
 #ifdef __AVXVNNI__
 enum { SIDE = 12, LOOKED = 1, EXACT = 1 };      /* pixels side by side; steps that are tried for a run; whether every step is exact, alone */
@@ -1033,6 +1035,71 @@ static int64_t arrange_filters(Sum *s, const Arranged *a, int worded) {
     s->arranged = worded ? WORDED : BYTES;
     return worded ? 14 * s->steps : 6 * s->steps + 4 * s->runs; /* of 32 channels: products, additions and what interleaves */
 }
+
+static int64_t blocks_of(int64_t channels) { return (channels + FILTERS - 1) / FILTERS; }
+
+/* How many pixels that lie side by side are filtered as one pixel, whose channels fill the blocks better; 1: each by itself. */
+static int64_t beside(const Sum *s) {
+    const int64_t c = s->channels, inside = s->width - (s->kernel_width - 1) * s->dilation_width;
+    int64_t best = 1;
+    if (s->stride_width != 1 || s->step_width != 1 || s->out_channels != c || s->out_pixel != c) return 1;
+    for (int64_t n = 2; n <= AS_ONE && n <= inside; n++)
+        if (blocks_of(n * c) * best < blocks_of(best * c) * n) best = n;
+    return 10 * blocks_of(best * c) <= 9 * blocks_of(c) * best ? best : 1; /* the edges of a row are filtered by themselves */
+}
+
+/* The filters of pixels side by side, in memory: whether they are words, the constants of each channel, which are repeated, a pixel of
+   zeros, and the arranged weight. */
+typedef struct {
+    int64_t *arranged;
+    int32_t *constants[CONSTANTS];
+    uint8_t *outside;
+    void *weight;
+} Beside;
+
+static int64_t channels_beside(const Sum *s) { return beside(s) * s->channels; }
+
+static Beside beside_at(const Sum *s, void *memory) {
+    const int64_t size = rounded((channels_beside(s) + SLACK) * 4);
+    Beside own = {.arranged = memory};
+    for (int i = 0; i < CONSTANTS; i++) own.constants[i] = (int32_t *)((char *)memory + 64 + i * size);
+    own.outside = (uint8_t *)memory + 64 + CONSTANTS * size;
+    own.weight = own.outside + size;
+    return own;
+}
+
+/* Several pixels as one: the structure for the memory in which they were arranged, or are going to be. */
+static Sum as_one(const Sum *s, const Beside *own) {
+    Sum one = *s;
+    Epilogue *e = &one.epilogue;
+    const void *to[CONSTANTS] = {own->constants[0], own->constants[1], own->constants[2], own->constants[3], own->constants[4],
+                                 own->constants[5], own->constants[6], own->constants[7], own->constants[8]};
+    one.channels = one.out_channels = one.out_pixel = channels_beside(s);
+    one.bias = to[0], e->factor = to[1], e->shift = to[2], e->multiplier = to[3], e->right_shift = to[4], e->half = to[5], e->before = to[6];
+    e->residual_factor = to[7], e->residual_shift = to[8];
+    one.outside = own->outside, one.weight = own->weight, one.steps = 0;
+    return one;
+}
+
+static void arrange_beside(const Sum *s, void *memory) {
+    const Epilogue *e = &s->epilogue;
+    const int64_t n = beside(s), c = s->channels, taps = taps_of(s);
+    const Beside own = beside_at(s, memory);
+    const void *of[CONSTANTS] = {s->bias, e->factor, e->shift, e->multiplier, e->right_shift, e->half, e->before, e->residual_factor, e->residual_shift};
+    for (int i = 0; i < CONSTANTS; i++)
+        for (int64_t j = 0; j < n * c + SLACK; j++) own.constants[i][j] = of[i] ? ((const int32_t *)of[i])[j % c] : 0;
+    memset(own.outside, *s->outside, (size_t)(n * c + SLACK));
+    int32_t *weight = malloc((size_t)(taps * n * c) * sizeof *weight);
+    for (int64_t t = 0; t < taps; t++)
+        for (int64_t j = 0; j < n * c; j++) weight[t * n * c + j] = ((const int32_t *)s->weight)[t * c + j % c];
+    Sum one = as_one(s, &own);
+    one.weight = weight;
+    const Arranged a = filters_at(&one, own.weight);
+    const int64_t cost = arrange_filters(&one, &a, 0);
+    if (arrange_filters(&one, &a, 1) >= cost) arrange_filters(&one, &a, 0);
+    *own.arranged = one.arranged;
+    free(weight);
+}
 #endif
 
 #if WORDS
@@ -1060,12 +1127,23 @@ static void move_weight(Sum *s, const Arranged *a) {
 }
 #endif
 
+#if WORDS
+static int64_t bytes_of_arranged(const Sum *s) {
+    const Arranged a = s->groups ? arranged_at(s, NULL) : filters_at(s, NULL);
+    const int64_t step = s->groups ? STEP : bytes_of_filters(s->arranged == WORDED);
+    return rounded((int64_t)(intptr_t)a.weights + (s->steps ? s->steps : a.most) * step);
+}
+#endif
+
 /* The bytes that a weight takes once it is arranged, and at most before it is; 0 where it stays as it is packed. */
 int64_t fxq_bytes_arranged(const Sum *s) {
 #if WORDS
-    Arranged a = s->groups ? arranged_at(s, NULL) : filters_at(s, NULL);
-    int64_t step = s->groups ? STEP : bytes_of_filters(s->arranged == WORDED);
-    return (int64_t)(intptr_t)a.weights + (s->steps ? s->steps : a.most) * step;
+    if (!s->groups && beside(s) > 1) {
+        const Beside own = beside_at(s, NULL);
+        const Sum one = as_one(s, &own);
+        return bytes_of_arranged(s) + (int64_t)(intptr_t)own.weight + bytes_of_arranged(&one);
+    }
+    return bytes_of_arranged(s);
 #else
     (void)s;
     return 0;
@@ -1093,6 +1171,7 @@ void fxq_arrange(Sum *s) {
         return;
     }
     if (worded >= cost || s->arranged == TRANSFORMED) way(s, &a, worded < cost);
+    if (!s->groups && beside(s) > 1) arrange_beside(s, (char *)s->output + bytes_of_arranged(s));
 #else
     (void)s;
 #endif
@@ -1907,12 +1986,37 @@ INLINE void filter_block(const Sum *s, const Arranged *a, int64_t block, const T
     }
 }
 
-static void filter_rows(const Sum *s, const uint8_t *const *table) {
+/* Pixels of which a table says what each tap reads. */
+static void filter_pixels(const Sum *s, const uint8_t *const *table, int64_t count) {
     const Arranged a = filters_at(s, (void *)s->weight);
-    const Taps taps = {table, s->out_width, taps_of(s)};
-#define FILTER(MODE, ADDS) for (int64_t block = 0; block < a.count; block++) filter_block(s, &a, block, &taps, s->out_width, MODE, ADDS)
+    const Taps taps = {table, count, taps_of(s)};
+#define FILTER(MODE, ADDS) for (int64_t block = 0; block < a.count; block++) filter_block(s, &a, block, &taps, count, MODE, ADDS)
     FOR_EACH_EPILOGUE(s, FILTER)
 #undef FILTER
+}
+
+/* Pixels of a row, from `first` on. */
+static void filter_part(const Sum *s, int64_t row, int64_t first, int64_t count, const uint8_t **table) {
+    if (count <= 0) return;
+    find_pixels(s, row * s->out_width + first, count, count, table);
+    filter_pixels(s, table, count);
+}
+
+/* A row, of which `n` pixels side by side are one pixel of `one`, but for the edges, where taps are outside. */
+static void filter_row(const Sum *s, const Sum *one, int64_t n, int64_t row, const uint8_t **table, const uint8_t **many) {
+    const int64_t wide = (s->kernel_width - 1) * s->dilation_width, taps = taps_of(s), bytes = one->channels;
+    const int64_t first = least(s->pad_width, s->out_width), last = least(s->out_width, s->width - wide + s->pad_width);
+    const int64_t count = last > first ? (last - first) / n : 0, after = first + count * n;
+    if (count > 0) {
+        find_pixels(s, row * s->out_width + first, 1, 1, table);
+        int64_t *places = (int64_t *)places_of(s, many, count), place = *places_of(s, table, 1);
+        for (int64_t t = 0; t < taps; t++)
+            for (int64_t i = 0; i < count; i++) many[t * count + i] = table[t] == s->outside ? one->outside : table[t] + i * bytes;
+        for (int64_t i = 0; i < count; i++) places[i] = place + i * bytes;
+        filter_pixels(one, many, count);
+    }
+    filter_part(s, row, 0, first, table);
+    filter_part(s, row, after, s->out_width - after, table);
 }
 #endif
 
@@ -1927,16 +2031,25 @@ void fxq_depthwise(const Sum *s) {
     {
         const uint8_t **table = malloc(bytes_of_table(s, s->out_width));
         int32_t *sums = malloc((size_t)channels * sizeof *sums);
+#if WORDS
+        const int64_t n = beside(s);
+        const uint8_t **many = malloc(bytes_of_table(s, s->out_width));
+        const Beside own = beside_at(s, (char *)s->weight + bytes_of_arranged(s));
+        Sum one = as_one(s, &own);
+        if (n > 1) one.arranged = *own.arranged;
+#endif
 #pragma omp for
         for (int64_t row = 0; row < rows; row++) {
+#if WORDS
+            (void)sums;
+            if (n > 1) filter_row(s, &one, n, row, table, many);
+            else filter_part(s, row, 0, s->out_width, table);
+#else
             find_pixels(s, row * s->out_width, s->out_width, s->out_width, table);
 #if VNNI
             (void)sums;
 #define FILTER(MODE, ADDS) filter_row(s, table, MODE, ADDS)
             FOR_EACH_EPILOGUE(s, FILTER)
-#elif WORDS
-            (void)sums;
-            filter_rows(s, table);
 #else
             for (int64_t m = 0; m < s->out_width; m++) {
                 for (int64_t c = 0; c < channels; c++) sums[c] = s->bias[c];
@@ -1948,7 +2061,11 @@ void fxq_depthwise(const Sum *s) {
                 finish_row(s, sums, places_of(s, table, s->out_width)[m]);
             }
 #endif
+#endif
         }
+#if WORDS
+        free((void *)many);
+#endif
         free((void *)table);
         free(sums);
     }
