@@ -730,9 +730,9 @@ static void tiles_of(const Sum *s, int64_t group, const Operands *o, int64_t beg
 
 enum { BYTES = 1, WORDED = 2, TRANSFORMED = 3, MOVED = 4 }; /* what the steps of an arranged weight multiply: see also `transform_weight` */
 enum { CHANNELS = 8, QUAD = 4, STEP = CHANNELS * QUAD, SUMS = STEP / 2 }; /* output channels, bytes, products and sums in 16 bits of a step */
-enum { LONGEST = 8, LONG = 4 };                 /* steps of a run: of filters, and of sums over channels */
+enum { LONGEST = 4 };                           /* steps of a run */
 enum { NEAR = 32, SPARED = 5 };                 /* from 128, of the zero of a moved operand; instructions of a moved step, with what is apart */
-enum { AS_ONE = 8 };                          /* pixels side by side that are filtered as one, at most */
+enum { AS_ONE = 8 };                            /* pixels side by side that are filtered as one, at most */
 enum { CONSTANTS = 9, SLACK = 64 };             /* of each channel: the bias and those of an epilogue; and what is read after the last one */
 enum { FILTERS = 32 };                          /* channels of a block of filters, whose steps are two taps of each of them */
 #ifdef __AVXVNNI__
@@ -782,13 +782,13 @@ static Arranged arranged_at(const Sum *s, void *memory) {
 
 /* A step that waits for a run, with the sums of its positive and its negative weights that meet in each sum of 16 bits. */
 typedef struct {
-    int8_t weights[2 * FILTERS];
-    int16_t positive[FILTERS], negative[FILTERS]; /* of SUMS of them, where it is no step of filters */
+    int8_t weights[STEP];
+    int16_t positive[SUMS], negative[SUMS];
     int32_t offset, taken;
 } Waiting;
 
-static void total_step(Waiting *step, int sums) {
-    for (int i = 0; i < sums; i++) {
+static void total_step(Waiting *step) {
+    for (int i = 0; i < SUMS; i++) {
         int first = step->weights[2 * i], second = step->weights[2 * i + 1];
         step->positive[i] = (int16_t)((first > 0 ? first : 0) + (second > 0 ? second : 0));
         step->negative[i] = (int16_t)((first < 0 ? -first : 0) + (second < 0 ? -second : 0));
@@ -796,45 +796,45 @@ static void total_step(Waiting *step, int sums) {
 }
 
 /* Move half of the weights that do not fit to a second step; return the number of steps. */
-static int64_t split_step(Waiting *step, int16_t most, int sums) {
+static int64_t split_step(Waiting *step, int16_t most) {
     int splits = 0;
     memset(step[1].weights, 0, sizeof step[1].weights);
-    for (int i = 0; i < sums; i++)
+    for (int i = 0; i < SUMS; i++)
         if (step->positive[i] > most || step->negative[i] > most)
             for (int j = 2 * i; j < 2 * i + 2; j++, splits = 1) {
                 step[1].weights[j] = (int8_t)(step->weights[j] / 2);
                 step->weights[j] = (int8_t)(step->weights[j] - step[1].weights[j]);
             }
     step[1].offset = step->offset;
-    for (int i = 0; i < 1 + splits; i++) total_step(step + i, sums);
+    for (int i = 0; i < 1 + splits; i++) total_step(step + i);
     return 1 + splits;
 }
 
 /* Add a step to the sums of a run, if it fits. */
-INLINE int fits_run(const Waiting *step, int16_t most, const int sums, int16_t *positive, int16_t *negative) {
+INLINE int fits_run(const Waiting *step, int16_t most, int16_t *positive, int16_t *negative) {
     int above = 0;
-    for (int i = 0; i < sums; i++) above |= (positive[i] + step->positive[i] > most) | (negative[i] + step->negative[i] > most);
+    for (int i = 0; i < SUMS; i++) above |= (positive[i] + step->positive[i] > most) | (negative[i] + step->negative[i] > most);
     if (above) return 0;
-    for (int i = 0; i < sums; i++) positive[i] = (int16_t)(positive[i] + step->positive[i]), negative[i] = (int16_t)(negative[i] + step->negative[i]);
+    for (int i = 0; i < SUMS; i++) positive[i] = (int16_t)(positive[i] + step->positive[i]), negative[i] = (int16_t)(negative[i] + step->negative[i]);
     return 1;
 }
 
 /* Order the steps of a block by runs, the longest first. `order` gets their indices; `runs` the number of runs of each length. */
-INLINE void find_runs(Waiting *steps, int64_t count, int16_t most, const int sums, const int longest, int32_t *order, int32_t *runs) {
+INLINE void find_runs(Waiting *steps, int64_t count, int16_t most, int32_t *order, int32_t *runs) {
     int32_t *places = malloc((size_t)(count * (LONGEST + 1) + 1) * sizeof *places); /* of each run, its length and its steps */
     int64_t number = 0;
     for (int64_t first = 0; first < count; first++) {
         if (steps[first].taken) continue;
-        int16_t positive[FILTERS] = {0}, negative[FILTERS] = {0};
+        int16_t positive[SUMS] = {0}, negative[SUMS] = {0};
         int32_t *run = places + number++ * (LONGEST + 1);
         *run = 0;
-        for (int64_t i = first, tried = 0; i < count && tried < LOOKED && *run < longest; i++) {
+        for (int64_t i = first, tried = 0; i < count && tried < LOOKED && *run < LONGEST; i++) {
             if (steps[i].taken) continue;
             tried++;
-            if ((steps[i].taken = fits_run(steps + i, most, sums, positive, negative))) run[++*run] = (int32_t)i;
+            if ((steps[i].taken = fits_run(steps + i, most, positive, negative))) run[++*run] = (int32_t)i;
         }
     }
-    for (int length = longest; length > 0; length--)
+    for (int length = LONGEST; length > 0; length--)
         for (int64_t i = 0; i < number; i++) {
             const int32_t *run = places + i * (LONGEST + 1);
             if (*run != length) continue;
@@ -902,15 +902,15 @@ static int64_t arrange(Sum *s, const Arranged *a, int worded) {
             write_step(s, block, quad, step->weights);
             if (!EXACT && !memcmp(step->weights, none, STEP)) continue; /* as of channels that are only padding, or of another group */
             step->offset = offset_of(s, block, quad);
-            total_step(step, SUMS);
-            count += worded ? 1 : split_step(step, largest_sum(s), SUMS);
+            total_step(step);
+            count += worded ? 1 : split_step(step, largest_sum(s));
         }
         for (int64_t i = 0; i < count; i++) steps[i].taken = 0, order[i] = (int32_t)i;
         Block *own = a->blocks + block;
         memset(own, 0, sizeof *own);
         own->first = (int32_t)s->steps;
         if (worded) own->runs[0] = (int32_t)count;
-        else find_runs(steps, count, largest_sum(s), SUMS, LONG, order, own->runs);
+        else find_runs(steps, count, largest_sum(s), order, own->runs);
         for (int64_t i = 0; i < count; i++) {
             const Waiting *step = steps + order[i];
             __m256i weights = _mm256_loadu_si256((const __m256i *)step->weights);
@@ -978,62 +978,30 @@ static int64_t cost_transformed(const Sum *s, const Arranged *a) {
 
 static int64_t pairs_of_taps(const Sum *s) { return (taps_of(s) + 1) / 2; }
 
-static int64_t bytes_of_filters(int64_t worded) { return FILTERS * (worded ? 4 : 2); } /* of a step */
+enum { BYTES_OF_FILTERS = 4 * FILTERS }; /* of a step */
 
 static Arranged filters_at(const Sum *s, void *memory) {
     Arranged a = {.blocks = memory, .count = (s->channels + FILTERS - 1) / FILTERS};
-    a.most = a.count * pairs_of_taps(s) * 2;
+    a.most = a.count * pairs_of_taps(s);
     a.offsets = (int32_t *)((char *)memory + rounded(a.count * (int64_t)sizeof(Block)));
     a.weights = (int8_t *)a.offsets + rounded(a.most * (int64_t)sizeof(int32_t));
     return a;
 }
 
-/* The channel of a block whose two weights are the i-th of a step, as bytes of two taps are interleaved: 0 to 7, 16 to 23, 8 to 15, 24 to 31. */
-static int64_t filter_of(int64_t i) { return i / 8 == 1 ? i + 8 : i / 8 == 2 ? i - 8 : i; }
-
-static int64_t arrange_filters(Sum *s, const Arranged *a, int worded) {
-    int64_t pairs = pairs_of_taps(s), taps = taps_of(s);
-    Waiting *steps = malloc((size_t)(2 * pairs) * sizeof *steps);
-    int32_t *order = malloc((size_t)(2 * pairs) * sizeof *order);
-    s->steps = s->runs = 0;
-    for (int64_t block = 0; block < a->count; block++) {
-        int64_t count = 0;
-        for (int64_t pair = 0; pair < pairs; pair++) {
-            Waiting *step = steps + count;
-            for (int64_t i = 0; i < FILTERS; i++)
-                for (int64_t j = 0; j < 2; j++) {
-                    int64_t c = block * FILTERS + filter_of(i), tap = 2 * pair + j;
-                    step->weights[2 * i + j] = c < s->channels && tap < taps ? (int8_t)((const int32_t *)s->weight)[tap * s->channels + c] : 0;
-                }
-            step->offset = (int32_t)(2 * pair);
-            total_step(step, FILTERS);
-            count += worded ? 1 : split_step(step, s->small ? 258 : 128, FILTERS);
+/* Filters are words: of bytes, what interleaves two pixels and widens sums of 16 bits takes longer than words do. */
+static void arrange_filters(Sum *s, const Arranged *a) {
+    const int64_t pairs = pairs_of_taps(s), taps = taps_of(s);
+    s->arranged = WORDED, s->steps = s->runs = a->count * pairs;
+    for (int64_t i = 0; i < s->steps; i++) {
+        const int64_t block = i / pairs, pair = i % pairs;
+        int16_t *to = (int16_t *)(a->weights + i * BYTES_OF_FILTERS);
+        if (!pair) a->blocks[block] = (Block){.first = (int32_t)i, .runs = {(int32_t)pairs}};
+        a->offsets[i] = (int32_t)(2 * pair);
+        for (int64_t j = 0; j < 2 * FILTERS; j++) { /* two taps of four channels, and of four that lie 16 later, as bytes are unpacked */
+            const int64_t c = block * FILTERS + j / 16 * 4 + j / 2 % 4 + j / 8 % 2 * 16, tap = 2 * pair + j % 2;
+            to[j] = c < s->channels && tap < taps ? (int16_t)((const int32_t *)s->weight)[tap * s->channels + c] : 0;
         }
-        for (int64_t i = 0; i < count; i++) steps[i].taken = 0, order[i] = (int32_t)i;
-        Block *own = a->blocks + block;
-        memset(own, 0, sizeof *own);
-        own->first = (int32_t)s->steps;
-        if (worded) own->runs[0] = (int32_t)count;
-        else find_runs(steps, count, s->small ? 258 : 128, FILTERS, LONGEST, order, own->runs);
-        for (int64_t i = 0; i < count; i++) {
-            const Waiting *step = steps + order[i];
-            int8_t *to = a->weights + (s->steps + i) * bytes_of_filters(worded);
-            if (worded) for (int j = 0; j < 2 * FILTERS; j += 16) { /* in the order in which unpacked bytes are widened */
-                int from = j / 32 * 32 + j % 32 / 16 * 8;
-                int64_t halves[2];
-                memcpy(halves, step->weights + from, 8);
-                memcpy(halves + 1, step->weights + from + 16, 8);
-                _mm256_storeu_si256((__m256i *)(to + 2 * j), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)halves)));
-            } else memcpy(to, step->weights, 2 * FILTERS);
-            a->offsets[s->steps + i] = step->offset;
-        }
-        for (int i = 0; i < LONGEST; i++) s->runs += own->runs[i];
-        s->steps += count;
     }
-    free(steps);
-    free(order);
-    s->arranged = worded ? WORDED : BYTES;
-    return worded ? 14 * s->steps : 6 * s->steps + 4 * s->runs; /* of 32 channels: products, additions and what interleaves */
 }
 
 static int64_t blocks_of(int64_t channels) { return (channels + FILTERS - 1) / FILTERS; }
@@ -1045,13 +1013,12 @@ static int64_t beside(const Sum *s) {
     if (s->stride_width != 1 || s->step_width != 1 || s->out_channels != c || s->out_pixel != c) return 1;
     for (int64_t n = 2; n <= AS_ONE && n <= inside; n++)
         if (blocks_of(n * c) * best < blocks_of(best * c) * n) best = n;
-    return 10 * blocks_of(best * c) <= 9 * blocks_of(c) * best ? best : 1; /* the edges of a row are filtered by themselves */
+    return 5 * blocks_of(best * c) <= 4 * blocks_of(c) * best ? best : 1; /* the edges of a row are filtered by themselves */
 }
 
-/* The filters of pixels side by side, in memory: whether they are words, the constants of each channel, which are repeated, a pixel of
-   zeros, and the arranged weight. */
+/* The filters of pixels side by side, in memory: the constants of each channel, which are repeated, a pixel of zeros, and the arranged
+   weight. */
 typedef struct {
-    int64_t *arranged;
     int32_t *constants[CONSTANTS];
     uint8_t *outside;
     void *weight;
@@ -1061,9 +1028,9 @@ static int64_t channels_beside(const Sum *s) { return beside(s) * s->channels; }
 
 static Beside beside_at(const Sum *s, void *memory) {
     const int64_t size = rounded((channels_beside(s) + SLACK) * 4);
-    Beside own = {.arranged = memory};
-    for (int i = 0; i < CONSTANTS; i++) own.constants[i] = (int32_t *)((char *)memory + 64 + i * size);
-    own.outside = (uint8_t *)memory + 64 + CONSTANTS * size;
+    Beside own;
+    for (int i = 0; i < CONSTANTS; i++) own.constants[i] = (int32_t *)((char *)memory + i * size);
+    own.outside = (uint8_t *)memory + CONSTANTS * size;
     own.weight = own.outside + size;
     return own;
 }
@@ -1095,9 +1062,7 @@ static void arrange_beside(const Sum *s, void *memory) {
     Sum one = as_one(s, &own);
     one.weight = weight;
     const Arranged a = filters_at(&one, own.weight);
-    const int64_t cost = arrange_filters(&one, &a, 0);
-    if (arrange_filters(&one, &a, 1) >= cost) arrange_filters(&one, &a, 0);
-    *own.arranged = one.arranged;
+    arrange_filters(&one, &a);
     free(weight);
 }
 #endif
@@ -1130,7 +1095,7 @@ static void move_weight(Sum *s, const Arranged *a) {
 #if WORDS
 static int64_t bytes_of_arranged(const Sum *s) {
     const Arranged a = s->groups ? arranged_at(s, NULL) : filters_at(s, NULL);
-    const int64_t step = s->groups ? STEP : bytes_of_filters(s->arranged == WORDED);
+    const int64_t step = s->groups ? STEP : BYTES_OF_FILTERS;
     return rounded((int64_t)(intptr_t)a.weights + (s->steps ? s->steps : a.most) * step);
 }
 #endif
@@ -1155,10 +1120,14 @@ void fxq_arrange(Sum *s) {
 #if WORDS
     s->squeezed = s->groups == 1 && may_squeeze(s);
     Arranged a = s->groups ? arranged_at(s, s->output) : filters_at(s, s->output);
-    int64_t (*way)(Sum *, const Arranged *, int) = s->groups ? arrange : arrange_filters;
-    int64_t cost = way(s, &a, 0);
-    int64_t worded = EXACT && s->groups ? INT64_MAX : way(s, &a, 1), pixels = s->out_height * s->out_width;
-    if (s->groups && may_transform(s) && cost_transformed(s, &a) < pixels * least(cost, worded)) {
+    if (!s->groups) {
+        arrange_filters(s, &a);
+        if (beside(s) > 1) arrange_beside(s, (char *)s->output + bytes_of_arranged(s));
+        return;
+    }
+    int64_t cost = arrange(s, &a, 0);
+    int64_t worded = EXACT ? INT64_MAX : arrange(s, &a, 1), pixels = s->out_height * s->out_width;
+    if (may_transform(s) && cost_transformed(s, &a) < pixels * least(cost, worded)) {
         const int64_t squeezed = s->squeezed;
         s->squeezed = 0;
         a = arranged_at(s, s->output);
@@ -1166,12 +1135,11 @@ void fxq_arrange(Sum *s) {
         s->squeezed = squeezed;
         a = arranged_at(s, s->output);
     }
-    if (s->groups && may_move(s, &a, least(cost, worded))) {
+    if (may_move(s, &a, least(cost, worded))) {
         move_weight(s, &a);
         return;
     }
-    if (worded >= cost || s->arranged == TRANSFORMED) way(s, &a, worded < cost);
-    if (!s->groups && beside(s) > 1) arrange_beside(s, (char *)s->output + bytes_of_arranged(s));
+    if (worded >= cost || s->arranged == TRANSFORMED) arrange(s, &a, worded < cost);
 #else
     (void)s;
 #endif
@@ -1185,8 +1153,8 @@ INLINE void add_runs(const int length, const int pixels, int32_t runs, const uin
     const int32_t *offset = *offsets;
     const int8_t *w = *weights;
     for (int32_t run = 0; run < runs; run++, offset += length, w += length * STEP) {
-        __m256i factors[LONG];
-        int64_t at[LONG];
+        __m256i factors[LONGEST];
+        int64_t at[LONGEST];
 #pragma GCC unroll 4
         for (int i = 0; i < length; i++) factors[i] = _mm256_loadu_si256((const __m256i *)(w + i * STEP)), at[i] = offset[i];
 #pragma GCC unroll 12
@@ -1874,15 +1842,6 @@ INLINE void filter_row(const Sum *s, const uint8_t *const *table, int mode, int 
 #endif
 
 #if WORDS
-/* The sums of 32 channels: of the eight in each of four vectors, four lie 16 channels after the others, as unpacked bytes do. */
-INLINE void widen(__m256i *sums, __m256i first, __m256i second, __m256i other, __m256i another) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    sums[0] = _mm256_add_epi32(sums[0], _mm256_madd_epi16(_mm256_unpacklo_epi16(first, other), ones));
-    sums[1] = _mm256_add_epi32(sums[1], _mm256_madd_epi16(_mm256_unpackhi_epi16(first, other), ones));
-    sums[2] = _mm256_add_epi32(sums[2], _mm256_madd_epi16(_mm256_unpacklo_epi16(second, another), ones));
-    sums[3] = _mm256_add_epi32(sums[3], _mm256_madd_epi16(_mm256_unpackhi_epi16(second, another), ones));
-}
-
 typedef struct {
     const uint8_t *const *table; /* of the pixels that each tap reads */
     int64_t stride, taps;
@@ -1895,34 +1854,6 @@ INLINE void interleaved(const Taps *t, int64_t tap, int64_t m, int64_t c, __m256
     const __m256i second = _mm256_loadu_si256((const __m256i *)(at[tap + 1 < t->taps ? t->stride : 0] + c)); /* a missing tap has the weight 0 */
     both[0] = _mm256_unpacklo_epi8(first, second);
     both[1] = _mm256_unpackhi_epi8(first, second);
-}
-
-/* Sums in 16 bits of one run after another, of which two are widened together. */
-INLINE void filter_bytes(const int pixels, const Block *own, const int32_t *offset, const int8_t *w, const Taps *t, int64_t m, int64_t c,
-                         __m256i (*sums)[4]) {
-    __m256i waiting[2][2] = {{_mm256_setzero_si256()}};
-    int waits = 0;
-    for (int64_t length = LONGEST; length > 0; length--)
-        for (int32_t run = 0; run < own->runs[length - 1]; run++) {
-            __m256i totals[2][2], both[2];
-            for (int64_t i = 0; i < length; i++, offset++, w += 2 * FILTERS)
-#pragma GCC unroll 2
-                for (int p = 0; p < pixels; p++) {
-                    interleaved(t, *offset, m + p, c, both);
-#pragma GCC unroll 2
-                    for (int j = 0; j < 2; j++) {
-                        const __m256i products = _mm256_maddubs_epi16(both[j], _mm256_loadu_si256((const __m256i *)w + j));
-                        totals[p][j] = i ? _mm256_add_epi16(totals[p][j], products) : products;
-                    }
-                }
-#pragma GCC unroll 2
-            for (int p = 0; p < pixels; p++) {
-                if (waits) widen(sums[p], waiting[p][0], waiting[p][1], totals[p][0], totals[p][1]);
-                else waiting[p][0] = totals[p][0], waiting[p][1] = totals[p][1];
-            }
-            waits = !waits;
-        }
-    for (int p = 0; p < pixels && waits; p++) widen(sums[p], waiting[p][0], waiting[p][1], _mm256_setzero_si256(), _mm256_setzero_si256());
 }
 
 INLINE void filter_words(const int pixels, const Block *own, const int32_t *offset, const int8_t *w, const Taps *t, int64_t m, int64_t c,
@@ -1969,16 +1900,14 @@ INLINE void filter_block(const Sum *s, const Arranged *a, int64_t block, const T
     const Block *own = a->blocks + block;
     const int64_t c = block * FILTERS, channels = s->out_channels - c, size = mode == SUM ? 4 : 1, *places = places_of(s, t->table, t->stride);
     const int32_t *offsets = a->offsets + own->first;
-    const int8_t *weights = a->weights + own->first * bytes_of_filters(s->arranged == WORDED);
+    const int8_t *weights = a->weights + own->first * BYTES_OF_FILTERS;
     for (int64_t m = 0, pixels; m < count; m += pixels) {
         __m256i sums[2][4];
         pixels = m + 1 < count ? 2 : 1;
         for (int p = 0; p < 2; p++)
             for (int j = 0; j < 4; j++) sums[p][j] = eight_of(s->bias, c + 4 * j, 16);
-        if (s->arranged == WORDED && pixels == 2) filter_words(2, own, offsets, weights, t, m, c, sums);
-        else if (s->arranged == WORDED) filter_words(1, own, offsets, weights, t, m, c, sums);
-        else if (pixels == 2) filter_bytes(2, own, offsets, weights, t, m, c, sums);
-        else filter_bytes(1, own, offsets, weights, t, m, c, sums);
+        if (pixels == 2) filter_words(2, own, offsets, weights, t, m, c, sums);
+        else filter_words(1, own, offsets, weights, t, m, c, sums);
         for (int p = 0; p < pixels; p++) {
             const int64_t at = places[m + p] + c;
             store_filters(&s->epilogue, mode, adds, c, channels, sums[p], s->residual + at, (uint8_t *)s->output + size * at);
@@ -2035,8 +1964,7 @@ void fxq_depthwise(const Sum *s) {
         const int64_t n = beside(s);
         const uint8_t **many = malloc(bytes_of_table(s, s->out_width));
         const Beside own = beside_at(s, (char *)s->weight + bytes_of_arranged(s));
-        Sum one = as_one(s, &own);
-        if (n > 1) one.arranged = *own.arranged;
+        const Sum one = as_one(s, &own);
 #endif
 #pragma omp for
         for (int64_t row = 0; row < rows; row++) {
