@@ -81,18 +81,20 @@ class HorizonCall(Call):
         return self.on_grid(self.e, value, scale, integers.dtype, None if axis is None else channel_axis(integers, scale, axis, arrange))
 
     def as_convolution(self) -> bool:
-        """Return whether to write a convolution: if the weight needs a pair, or it is one-dimensional.
+        """Return whether to write a convolution: if the weight needs a pair, if it has a residual, or it is one-dimensional.
 
-        The tool crashes on a Gemm whose weight has a pair, and runs such a MatMul, and every one-dimensional Conv, on the processor.
+        The tool crashes on a Gemm whose weight has a pair, and runs such a MatMul, and every one-dimensional Conv, on the processor. It
+        adds a residual in the accumulators of convolutions alone.
         """
-        return BY_NAME[self.name].function is conv1d or self.images_alone or not _derived(*self._per_channel("weight"))
+        layers = BY_NAME[self.name].function is conv1d or self.images_alone or self.arguments.get("residual") is not None
+        return layers or not _derived(*self._per_channel("weight"))
 
     def operand(self, role: str) -> str:
         if isinstance(self.arguments.get(role), str) or role not in self.constants:
             return super().operand(role)
         integers, scale, axis = self.constants[role]
         value = self.e.constant(self.real(role))
-        if scale.numel() == 0 or integers.dtype not in BITS or self.stays(role):
+        if scale.numel() == 0 or integers.dtype not in BITS:
             return value
         return self.on_grid(self.e, value, scale, integers.dtype, None if axis is None else integers.dim() + axis)
 

@@ -34,8 +34,10 @@ def lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float =
 def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clamp: Clamp | None) -> Quantized:
     """Add the activations on a common scale, and a constant in whole steps of it, and requantize once."""
     terms = {role: grids.to_float32(term) for role, term in terms.items()}
+    wide = any(operand.dtype.bits > 8 for operand, _ in terms.values() if isinstance(operand, Quantized))
+    if lowering.arithmetic.shifted_sums is not None and (lowering.output.dtype.bits > 8 or not wide):
+        terms = {role: _as_tensor(lowering, role, *term) for role, term in terms.items()}
     tensors = {role: (operand, factor) for role, (operand, factor) in terms.items() if isinstance(operand, Quantized)}
-    wide = any(operand.dtype.bits > 8 for operand, _ in tensors.values())
     narrow = not wide and lowering.output.dtype.bits <= 8
     if len(tensors) == len(terms) and narrow and lowering.arithmetic.adds_in_output_steps:
         return _lower_narrow_sum(lowering, tensors, clamp)
@@ -67,6 +69,13 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
             total = lowering.call(elementwise.add_constant, total, lowering.constant(name, integers, torch.int32))
     lowering.prove(bound, "the sum")
     return lowering.requantize(total, Ratio(larger.numerators, (unit,)), clamp)
+
+
+def _as_tensor(lowering: Lowering, role: str, operand: Operand, factor: float) -> tuple[Operand, float]:
+    """Return a constant tensor with a scale of its own, as the chip adds it; another operand, or a multiple of a constant, as it is."""
+    if not isinstance(operand, Tensor) or abs(factor) != 1 or not 0 < _magnitude(operand) < math.inf:
+        return operand, factor
+    return lowering.quantize_constant(operand, role, wide=lowering.output.dtype.bits > 8), factor
 
 
 def _added(lowering: Lowering, total: Any, term: Any, factor: float) -> Any:
