@@ -312,11 +312,13 @@ class Connections:
         for name, turned in (*self._after(tensor), *self._before(tensor)):
             named = self._named(name)
             if name != tensor and named is not None and node in (None, named):
-                return Place(named, turned)
-        if node is None:
-            return None
-        producer = self.producers.get(tensor)  # the tool's own layers are channels last; tensors that it quantizes keep the file's order
-        return Place(node, producer is not None and producer.op_type != "HzQuantize" and producer.domain == DOMAIN)
+                return Place(named, turned != self._of_layer(name))
+        return None if node is None else Place(node, self._of_layer(tensor))
+
+    def _of_layer(self, tensor: str) -> bool:
+        """Return whether a layer of the tool's own computes a tensor, which is channels last; others keep the order of the file."""
+        producer = self.producers.get(tensor)
+        return producer is not None and producer.op_type not in BEFORE and producer.domain == DOMAIN
 
     def output(self, tensor: str) -> tuple[int, bool] | None:
         """Return which output of the file has a tensor's elements, and whether it is transposed relative to it; None if none has."""
