@@ -68,7 +68,6 @@ def main() -> None:
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--march", nargs="*", default=list(MARCHES[:2]), choices=MARCHES)
     parser.add_argument("--calibration", nargs="*", default=["default"], choices=("default", "max", "kl"), help="the vendor's")
-    parser.add_argument("--level", default="O2", choices=("O0", "O1", "O2", "O3"), help="of the compiler's optimization, for both")
     parser.add_argument("--markdown", action="store_true", help="print the table as a page")
     options = parser.parse_args()
     tool.require()
@@ -78,7 +77,7 @@ def main() -> None:
         for march in options.march:
             if march not in NETWORKS[name].marches:
                 continue
-            row = [cell.replace("|", "/") for cell in cells(measured(name, NETWORKS[name], march, options.calibration, options.level))]
+            row = [cell.replace("|", "/") for cell in cells(measured(name, NETWORKS[name], march, options.calibration))]
             print(f"| {' | '.join(row)} |" if options.markdown else "  ".join(row), flush=True)
 
 

@@ -17,6 +17,7 @@ from benchmarks.board.networks import Network
 from fxquant.backends.horizon.compiled_program import Binary, CompiledCost
 from fxquant.backends.horizon.tool import LOG, Tool, failure
 
+LEVEL = "O0"  # of the compiler's optimization, for both: higher ones take minutes
 VERIFIED = 2  # samples that the simulator computes
 CONFIGURATION = """\
 model_parameters: {{onnx_model: float.onnx, march: {march}, output_model_file_prefix: float, working_dir: out}}
@@ -79,7 +80,7 @@ class Row:
         return (min if what == "microseconds" else max)(values, default=float("nan"))
 
 
-def measured(name: str, network: Network, march: str, calibrations: Sequence[str], level: str) -> Row:
+def measured(name: str, network: Network, march: str, calibrations: Sequence[str]) -> Row:
     """Return the row of a network on a march; what a tool refuses stands in its reason."""
     try:
         model = network.new()
@@ -93,23 +94,21 @@ def measured(name: str, network: Network, march: str, calibrations: Sequence[str
         with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
             try:
                 programs.append(
-                    vendors(model, batches, samples, expected, march, calibration, Path(folder), level)
+                    vendors(model, batches, samples, expected, march, calibration, Path(folder))
                     if calibration
-                    else ours(model, batches, samples, expected, march, Path(folder), level)
+                    else ours(model, batches, samples, expected, march, Path(folder))
                 )
             except Exception as error:  # whatever it is, the row's note tells it
                 programs.append(Program(reason=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"))
     return Row(name, march, programs[0], dict(zip(calibrations, programs[1:], strict=True)))
 
 
-def ours(
-    model: nn.Module, batches: Sequence[Tensor], samples: Tensor, expected: list[Tensor], march: str, work: Path, level: str
-) -> Program:
+def ours(model: nn.Module, batches: Sequence[Tensor], samples: Tensor, expected: list[Tensor], march: str, work: Path) -> Program:
     """Quantize with fxquant's defaults, compile, and compare the integers."""
     integer = fxq.quantize(model, batches, target=march, show_progress=False).integer
     with torch.no_grad():
         decibel = _worst(expected, _outputs(integer(samples)))
-    folder = fxq.board.export_horizon(integer, work / "ours", options=fxq.board.HorizonOptions(optimize_level=level))
+    folder = fxq.board.export_horizon(integer, work / "ours", options=fxq.board.HorizonOptions(optimize_level=LEVEL))
     binary = fxq.board.compile_horizon(folder, show_progress=False)
     lines = (folder / LOG).read_text(encoding="utf-8").splitlines()
     try:
@@ -121,14 +120,7 @@ def ours(
 
 
 def vendors(
-    model: nn.Module,
-    batches: Sequence[Tensor],
-    samples: Tensor,
-    expected: list[Tensor],
-    march: str,
-    calibration: str,
-    work: Path,
-    level: str,
+    model: nn.Module, batches: Sequence[Tensor], samples: Tensor, expected: list[Tensor], march: str, calibration: str, work: Path
 ) -> Program:
     """Quantize with the vendor's own calibration, from the same samples, and run the quantized model in its runtime."""
     tool = Tool.find()
@@ -137,7 +129,7 @@ def vendors(
     for index, sample in enumerate(torch.cat(list(batches))):
         sample[None].numpy().tofile(work / "samples" / f"{index}.bin")
     shape = "x".join(map(str, (1, *samples.shape[1:])))
-    text = CONFIGURATION.format(march=march, shape=shape, calibration=calibration, level=level)
+    text = CONFIGURATION.format(march=march, shape=shape, calibration=calibration, level=LEVEL)
     (work / "float.yaml").write_text(text, encoding="utf-8")
     running = tool.run("hb_mapper", "makertbin", "--model-type", "onnx", "-c", "float.yaml", cwd=work)
     binary = work / "out" / "float.bin"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,99 +45,73 @@ class Network:
         return list(torch.split(calibration.contiguous(), BATCH)), test.contiguous()
 
 
-class Sum(nn.ModuleList):
-    """The sum of branches."""
+class Wired(nn.Module):
+    """Modules by name, and the function of them and of the input that connects them."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return sum((branch(x) for branch in self[1:]), self[0](x))
-
-
-class Ghost(nn.Module):
-    """GhostNet's module: half of the channels are depthwise convolutions of the other half."""
-
-    def __init__(self, inputs: int, outputs: int, activation: type[nn.Module] | None = nn.ReLU) -> None:
+    def __init__(self, connected: Callable[[Any, Tensor], Any], **modules: nn.Module) -> None:
         super().__init__()
-        half = outputs // 2
-        self.primary, self.cheap = conv_bn(inputs, half, 1, activation=activation), conv_bn(half, half, 3, 1, half, activation)
+        self.connected = connected
+        self._modules.update(modules)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([half := self.primary(x), self.cheap(half)], 1)
-
-
-class Causal(nn.Module):
-    """TCN's block on the pixels of an image in order: a dilated convolution that sees the past, and its input."""
-
-    def __init__(self, channels: int, dilation: int) -> None:
-        super().__init__()
-        self.margin, self.conv = 2 * dilation, nn.Conv1d(channels, channels, 3, dilation=dilation)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x + self.conv(F.pad(x, (self.margin, 0))))
-
-
-class Columns(nn.Module):
-    """CRNN's second half: an LSTM over the columns of a map."""
-
-    def __init__(self, channels: int, width: int, classes: int) -> None:
-        super().__init__()
-        self.rows, self.head = nn.LSTM(channels, width, batch_first=True), nn.Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rows(x.mean(2).transpose(1, 2))[0])
-
-
-class RetinaFace(nn.Module):
-    """A backbone of depthwise convolutions, two levels of a pyramid, RetinaFace's context module, and three heads for each level."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        leaky = partial(nn.LeakyReLU, 0.1)
-        deeper = [(conv_bn(a, a, 3, 2, a, leaky), conv_bn(a, b, 1, 1, 1, leaky)) for a, b in ((8, 16), (16, 32), (32, 64), (64, 128))]
-        self.stem, self.deep = nn.Sequential(conv_bn(3, 8, 3, 2, 1, leaky), *deeper[0], *deeper[1], *deeper[2]), nn.Sequential(*deeper[3])
-        self.lateral = nn.ModuleList(conv_bn(channels, width, 1, 1, 1, leaky) for channels in (64, 128))
-        self.context = nn.ModuleList(conv_bn(*each, 3, 1, 1, None) for each in ((width, 32), (width, 16), (16, 16), (16, 16)))
-        self.heads = nn.ModuleList(nn.Conv2d(width, outputs, 1) for outputs in (4, 8, 20))
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        shallow = self.stem(x)
-        low, high = self.lateral[0](shallow), self.lateral[1](self.deep(shallow))
-        levels = low + F.interpolate(high, scale_factor=2.0), high
-        return [head(self._wide(level)) for level in levels for head in self.heads]
-
-    def _wide(self, x: Tensor) -> Tensor:
-        whole, near, far, farther = self.context
-        half = F.leaky_relu(near(x), 0.1)
-        return torch.relu(torch.cat([whole(x), far(half), farther(F.leaky_relu(far(half), 0.1))], 1))
+    def forward(self, x: Tensor) -> Any:
+        return self.connected(self, x)
 
 
 def _ended(width: int, *layers: nn.Module) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 100))
 
 
-def _ghost() -> nn.Module:
-    inner = [Sum([nn.Identity(), nn.Sequential(Ghost(width, 3 * width), Ghost(3 * width, width, None))]) for width in (16, 32, 64)]
-    down = [nn.Sequential(Ghost(a, 3 * a), conv_bn(3 * a, 3 * a, 3, 2, 3 * a, None), Ghost(3 * a, 2 * a, None)) for a in (16, 32)]
-    return _ended(64, conv_bn(3, 16, 3, 2), inner[0], down[0], inner[1], down[1], inner[2])
+def _ghost(inputs: int, outputs: int, activation: type[nn.Module] | None = nn.ReLU) -> nn.Module:
+    """Return GhostNet's module: half of the channels are depthwise convolutions of the other half."""
+    parts = conv_bn(inputs, outputs // 2, 1, activation=activation), conv_bn(outputs // 2, outputs // 2, 3, 1, outputs // 2, activation)
+    return Wired(lambda m, x: torch.cat([half := m.primary(x), m.cheap(half)], 1), primary=parts[0], cheap=parts[1])
+
+
+def _ghostnet() -> nn.Module:
+    same = [Wired(lambda m, x: x + m.narrow(m.wide(x)), wide=_ghost(w, 3 * w), narrow=_ghost(3 * w, w, None)) for w in (16, 32)]
+    return _ended(32, conv_bn(3, 16, 3, 2), same[0], _ghost(16, 48), conv_bn(48, 48, 3, 2, 48, None), _ghost(48, 32, None), same[1])
 
 
 def _repvgg() -> nn.Module:
     layers: list[nn.Module] = []
-    for inputs, outputs, stride in ((3, 16, 2), (16, 32, 2), (32, 32, 1), (32, 64, 2), (64, 64, 1)):
-        branches = [conv_bn(inputs, outputs, kernel, stride, activation=None) for kernel in (3, 1)]
-        layers += Sum([*branches, *([nn.BatchNorm2d(inputs)] if inputs == outputs else [])]), nn.ReLU()
+    for a, b, stride in ((3, 16, 2), (16, 32, 2), (32, 32, 1), (32, 64, 2)):
+        wide, narrow = (conv_bn(a, b, kernel, stride, activation=None) for kernel in (3, 1))
+        layers += Wired(lambda m, x: m.wide(x) + m.narrow(x), wide=wide, narrow=narrow), nn.ReLU()
     return _ended(64, *layers)
 
 
 def _tcn() -> nn.Module:
-    return nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 32, 1), *(Causal(32, 2**level) for level in range(4)), nn.Conv1d(32, 8, 1))
+    """Return dilated convolutions of the pixels in order, which see the past alone."""
+    convs = [nn.Conv1d(32, 32, 3, dilation=dilation) for dilation in (1, 2, 4, 8)]
+    blocks = (Wired(lambda m, x: torch.relu(x + m.conv(F.pad(x, (2 * m.conv.dilation[0], 0)))), conv=conv) for conv in convs)
+    return nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 32, 1), *blocks, nn.Conv1d(32, 8, 1))
 
 
 def _crnn() -> nn.Module:
-    return nn.Sequential(conv_bn(3, 16, 3, 2), conv_bn(16, 32, 3, 2), conv_bn(32, 64, 3), Columns(64, 64, 40))
+    """Return convolutions, and an LSTM over the columns of their map."""
+    convs = nn.Sequential(conv_bn(3, 16, 3, 2), conv_bn(16, 32, 3, 2))
+    rows, head = nn.LSTM(32, 64, batch_first=True), nn.Linear(64, 40)
+    return Wired(lambda m, x: m.head(m.rows(m.convs(x).mean(2).transpose(1, 2))[0]), convs=convs, rows=rows, head=head)
 
 
-def _small(build: Callable[[], nn.Module], size: int = 64, marches: tuple[str, ...] = MARCHES) -> Network:
-    return Network(lambda: live(build, 3, size)()[0], size, marches=marches)
+def _retinaface() -> nn.Module:
+    """Return depthwise convolutions with leaky relus, two levels of a pyramid, and three heads for each."""
+    leaky = partial(nn.LeakyReLU, 0.1)
+    deeper = [(conv_bn(a, a, 3, 2, a, leaky), conv_bn(a, 2 * a, 1, 1, 1, leaky)) for a in (8, 16, 32, 64)]
+    stem = nn.Sequential(conv_bn(3, 8, 3, 2, 1, leaky), *deeper[0], *deeper[1], *deeper[2])
+    parts = {"low": conv_bn(64, 64, 1, 1, 1, leaky), "high": conv_bn(128, 64, 1, 1, 1, leaky), "merge": conv_bn(64, 64, 3, 1, 1, leaky)}
+    heads = nn.ModuleList(nn.Conv2d(64, outputs, 1) for outputs in (4, 8, 20))
+
+    def connected(m: Any, x: Tensor) -> list[Tensor]:
+        high = m.high(m.deep(shallow := m.stem(x)))
+        levels = m.merge(m.low(shallow) + F.interpolate(high, scale_factor=2.0)), high
+        return [head(level) for level in levels for head in m.heads]
+
+    return Wired(connected, stem=stem, deep=nn.Sequential(*deeper[3]), heads=heads, **parts)
+
+
+def _small(build: Callable[[], nn.Module], size: int = 64) -> Network:
+    return Network(lambda: live(build, 3, size)()[0], size)
 
 
 def _seeded(name: str) -> Network:
@@ -167,11 +142,11 @@ NETWORKS: dict[str, Network] = {
     "YOLO head": _seeded("YOLO head"),
     "LSTM": Network(_lstm, 16, 1),
     "ViT": Network(lambda: live(lambda: ViT(depth=12), 3, 224)()[0], 224, 3, ("bayes-e", "bayes")),
-    "ViT, 4 blocks": _small(lambda: ViT(size=128, width=96), 128, ("bayes-e", "bayes")),
+    "ViT, 4 blocks": _small(lambda: ViT(size=128, width=96), 128),
     "ShuffleNetV2": _small(lambda: ShuffleNetV2(100)),
-    "GhostNet": _small(_ghost),
+    "GhostNet": _small(_ghostnet),
     "RepVGG": _small(_repvgg),
     "TCN": _small(_tcn, 16),
     "CRNN": _small(_crnn, 32),
-    "RetinaFace": _small(RetinaFace),
+    "RetinaFace": _small(_retinaface),
 }
