@@ -46,7 +46,7 @@ class Network:
 
 
 class Wired(nn.Module):
-    """Modules by name, and the function of them and of the input that connects them."""
+    """Modules by name, and a function of itself and the input, which connects them."""
 
     def __init__(self, connected: Callable[[Any, Tensor], Any], **modules: nn.Module) -> None:
         super().__init__()
