@@ -1,4 +1,4 @@
-"""Fold a factor or a term per channel, such as LayerScale of a transformer's branch, into the layer before it; a norm's into layers after it.
+"""Fold a factor or a term per channel, such as that of a LayerScale, into the layer before it; a norm's into the layers after it.
 
 A quotient by a constant is a product by now. A permutation may stand between the two: the channels are those of the layer. The parameters
 are not changed: products and sums are computed from them in every state, and all of them are trained. The result is rounded once instead
