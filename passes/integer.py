@@ -67,7 +67,7 @@ class GraphLowering(Lowering):
         self.made: list[fx.Node] = []
         self.constants: dict[str, str] = {}  # node names by role
         # Scales of constants, with their axis and zero point, by role.
-        self.scales: dict[str, tuple[float | tuple[float, ...], int | None, int | tuple[int, ...]]] = {}
+        self.scales: dict[str, tuple[float | tuple[float, ...], int | None, int | tuple[int, ...], int | None]] = {}
         self.centred: dict[fx.Node, fx.Node] = {}  # the centred integers of affine tensors
         self.between: QParams | None = None  # of what a residual is added to
         self.facts: dict[str, Any] = {}
@@ -140,13 +140,13 @@ class GraphLowering(Lowering):
             self.held[key] = added
         return added
 
-    def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int | Tensor = 0) -> None:
+    def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int | Tensor = 0, times: int | None = None) -> None:
         scales = tuple(scale.detach().flatten().tolist())
         zero: int | tuple[int, ...] = zero_point if isinstance(zero_point, int) else tuple(int(z) for z in zero_point.flatten().tolist())
         if isinstance(zero, tuple) and len(zero) == 1:
             zero = zero[0]
         one = len(scales) == 1
-        self.scales[role] = (scales[0] if one else scales, None if one and isinstance(zero, int) else axis, zero)
+        self.scales[role] = (scales[0] if one else scales, None if one and isinstance(zero, int) else axis, zero, times)
 
     def stored(self, value: Tensor, grid: Grid) -> Tensor:
         return value + grid.zero_point if grid.zero_point else value

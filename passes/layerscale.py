@@ -1,4 +1,4 @@
-"""Fold a factor or a term per channel, such as LayerScale of a transformer's branch, into the layer before it.
+"""Fold a factor or a term per channel, such as that of a LayerScale, into the layer before it; a norm's into the layers after it.
 
 A quotient by a constant is a product by now. A permutation may stand between the two: the channels are those of the layer. The parameters
 are not changed: products and sums are computed from them in every state, and all of them are trained. The result is rounded once instead
@@ -14,16 +14,18 @@ from torch import Tensor, fx
 from fxquant.ir import graph as facts
 from fxquant.ir.graph import TensorFact
 from fxquant.ops import Trait, calls, operator_of
-from fxquant.ops.core.weighted import increased_bias, multiplied_bias, multiplied_weight
+from fxquant.ops.core.weighted import bias_of_inputs, increased_bias, multiplied_bias, multiplied_inputs, multiplied_weight
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
+from fxquant.ops.layers.linear import linear
 from fxquant.ops.movement.shape import permute
-from fxquant.passes.rewriting import Fusion
+from fxquant.ops.reduction.moments import scale_channels
+from fxquant.passes.rewriting import Fusion, apart, decide
 from fxquant.pipeline import Context
 
 
 def fold(gm: fx.GraphModule, context: Context) -> int:
-    """Fold every factor and term for each channel into the layer before it, where the layer's parameters can absorb it."""
-    return LayerScale(gm, context).run()
+    """Fold every factor and term for each channel into the layer before it, or the linear layers after it, where layers can absorb it."""
+    return LayerScale(gm, context).run() + NormScale(gm, context).run()
 
 
 class LayerScale(Fusion):
@@ -105,6 +107,57 @@ class LayerScale(Fusion):
         return way[-1]
 
 
+class NormScale(Fusion):
+    """The factors and terms of a norm are multiplied into the weights of the linear layers that read it, and added to their biases.
+
+    Its result has no channel then that is larger than the others by its factor alone, and is rounded once instead of twice.
+    """
+
+    before = """
+        %n = mul(%x, %r)
+        %y = scale_channels(%n, %g, %t)
+        %l = linear(%y, %w, %b)
+        return %l
+    """
+    after = """
+        %y = mul(%x, %r)
+        %weight = multiplied_inputs(%w, %g)
+        %bias = bias_of_inputs(%b, %w, %t)
+        %l = linear(%y, %weight, %bias)
+        return %l
+    """
+    verb = "folded"
+
+    def match(self, node: fx.Node) -> list[fx.Node] | None:
+        (norm, *others) = node.users or [node]
+        if not calls(node, mul) or node.kwargs or others or not calls(norm, scale_channels) or norm.kwargs or norm.args[3]:
+            return None
+        return [norm] if any(calls(reader, linear) and decide(reader).config is not None for reader in norm.users) else None
+
+    def reject(self, layer: fx.Node, node: fx.Node) -> str | None:
+        for reader in layer.users:
+            if not calls(reader, linear) or reader.args[0] is not layer:
+                return f"%{reader.name} reads it as well, and is not a linear layer"
+            if reader.kwargs or not all(facts.is_parameter(each) for each in reader.args[1:3] if isinstance(each, fx.Node)):
+                return f"%{reader.name} already has fused parts"
+            if facts.is_detached(reader) or facts.is_detached(layer):
+                return f"the parameters of %{reader.name} or of the norm have no gradient"
+            if (because := apart(reader, layer)) is not None:
+                return because
+        return None
+
+    def merge(self, layer: fx.Node, node: fx.Node) -> fx.Node:
+        _, factors, terms, _ = layer.args
+        for reader in list(layer.users):
+            input, weight, bias, *others = reader.args
+            if terms is not None:
+                bias = _computed(reader, bias_of_inputs, bias, weight, terms)
+            reader.args = (input, _computed(reader, multiplied_inputs, weight, factors), bias, *others)
+        layer.target, layer.args = node.target, node.args
+        facts.absorb(layer, node)
+        return layer
+
+
 def _way_from_layer(node: fx.Node) -> list[fx.Node]:
     """Return a layer and the permutations that lead from it to the node; empty where they do not start at a layer."""
     way = [node]
@@ -129,10 +182,11 @@ def _times(node: fx.Node) -> float:
     return -alpha if calls(node, sub) else alpha  # type: ignore[operator,return-value]
 
 
-def _computed(layer: fx.Node, function: Callable[..., Tensor], parameter: Any, terms: fx.Node, *numbers: float) -> fx.Node:
-    """Insert a call of `function` with a layer's parameter and `terms`, a tensor (channels,); return its node, the new parameter."""
-    parameter_fact = facts.fact(parameter) if isinstance(parameter, fx.Node) else TensorFact((max(facts.shape_of(terms)),), torch.float32)  # type: ignore[type-var]
-    steps: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = [(function, (terms, *numbers))]
+def _computed(layer: fx.Node, function: Callable[..., Tensor], parameter: Any, *terms: Any) -> fx.Node:
+    """Insert a call of `function` with a layer's parameter, tensors and numbers; return its node, the new parameter."""
+    channels = facts.shape_of(layer.args[1])[:1]  # type: ignore[arg-type]
+    parameter_fact = facts.fact(parameter) if isinstance(parameter, fx.Node) else TensorFact(channels, torch.float32)
+    steps: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = [(function, terms)]
     if facts.is_detached(layer) and parameter is not None:  # the terms may have gradients all the same
         steps.insert(0, (torch.detach, ()))
     for function, others in steps:

@@ -81,18 +81,20 @@ class HorizonCall(Call):
         return self.on_grid(self.e, value, scale, integers.dtype, None if axis is None else channel_axis(integers, scale, axis, arrange))
 
     def as_convolution(self) -> bool:
-        """Return whether to write a convolution: if the weight needs a pair, or it is one-dimensional.
+        """Return whether to write a convolution: if the weight needs a pair, if it has a residual, or it is one-dimensional.
 
-        The tool crashes on a Gemm whose weight has a pair, and runs such a MatMul, and every one-dimensional Conv, on the processor.
+        The tool crashes on a Gemm whose weight has a pair, and runs such a MatMul, and every one-dimensional Conv, on the processor. It
+        adds a residual in the accumulators of convolutions alone.
         """
-        return BY_NAME[self.name].function is conv1d or self.images_alone or not _derived(*self._per_channel("weight"))
+        layers = BY_NAME[self.name].function is conv1d or self.images_alone or self.arguments.get("residual") is not None
+        return layers or not _derived(*self._per_channel("weight"))
 
     def operand(self, role: str) -> str:
         if isinstance(self.arguments.get(role), str) or role not in self.constants:
             return super().operand(role)
         integers, scale, axis = self.constants[role]
         value = self.e.constant(self.real(role))
-        if scale.numel() == 0 or integers.dtype not in BITS or self.stays(role):
+        if scale.numel() == 0 or integers.dtype not in BITS:
             return value
         return self.on_grid(self.e, value, scale, integers.dtype, None if axis is None else integers.dim() + axis)
 
@@ -310,11 +312,13 @@ class Connections:
         for name, turned in (*self._after(tensor), *self._before(tensor)):
             named = self._named(name)
             if name != tensor and named is not None and node in (None, named):
-                return Place(named, turned)
-        if node is None:
-            return None
-        producer = self.producers.get(tensor)  # the tool's own layers are channels last; tensors that it quantizes keep the file's order
-        return Place(node, producer is not None and producer.op_type != "HzQuantize" and producer.domain == DOMAIN)
+                return Place(named, turned != self._of_layer(name))
+        return None if node is None else Place(node, self._of_layer(tensor))
+
+    def _of_layer(self, tensor: str) -> bool:
+        """Return whether a layer of the tool's own computes a tensor, which is channels last; others keep the order of the file."""
+        producer = self.producers.get(tensor)
+        return producer is not None and producer.op_type not in BEFORE and producer.domain == DOMAIN
 
     def output(self, tensor: str) -> tuple[int, bool] | None:
         """Return which output of the file has a tensor's elements, and whether it is transposed relative to it; None if none has."""

@@ -206,6 +206,9 @@ class QdqWriter(Writer):
             integers = integers.to(torch.int64) - torch.tensor(constant.zero_point, dtype=torch.int64, device="cpu")
         elif constant.zero_point:
             integers = integers.to(torch.int32) - constant.zero_point
+        if constant.times is not None:
+            integers = integers // constant.times
+            integers = integers.to(torch.int8 if int(integers.abs().max()) <= ACTIVATION_TYPES["int8"].high else torch.int16)
         return integers, torch.tensor(constant.scale, dtype=torch.float32, device="cpu"), constant.axis
 
 

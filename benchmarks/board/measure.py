@@ -17,7 +17,7 @@ from benchmarks.board.networks import Network
 from fxquant.backends.horizon.compiled_program import Binary, CompiledCost
 from fxquant.backends.horizon.tool import LOG, Tool, failure
 
-LEVEL = "O2"  # of the compiler's optimization, for both
+LEVEL = "O0"  # of the compiler's optimization, for both: higher ones take minutes
 VERIFIED = 2  # samples that the simulator computes
 CONFIGURATION = """\
 model_parameters: {{onnx_model: float.onnx, march: {march}, output_model_file_prefix: float, working_dir: out}}

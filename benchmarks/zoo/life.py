@@ -23,7 +23,7 @@ def initialise_with_current_seed(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        elif isinstance(module, _BatchNorm):
+        elif isinstance(module, _BatchNorm | nn.LayerNorm):
             nn.init.uniform_(module.weight, 0.5, 1.5)
             nn.init.normal_(module.bias, 0.0, 0.2)
         elif isinstance(module, nn.Linear):

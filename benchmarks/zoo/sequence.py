@@ -51,7 +51,7 @@ class _Attention(nn.Module):
         self.bias = nn.Parameter(0.1 * torch.randn(1, heads, places, places)) if places else None
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (self.heads, self.size)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        q, k, v = (part(x).reshape(*x.shape[:2], self.heads, self.size).transpose(1, 2) for part in (self.query, self.key, self.value))
         scores = q @ k.transpose(-2, -1) * self.size**-0.5
         weights = torch.softmax(scores if self.bias is None else scores + self.bias, -1)
         return self.out((weights @ v).transpose(1, 2).flatten(2))

@@ -95,12 +95,14 @@ class Constant:
     Several scales run along dimension `axis`, counted from the end. For a transposed convolution's weight they are
     those of the output channels, group after group. `zero_point` is one integer, or one for each index of
     `axis`: for a bias that includes half a step of the output. The scale () marks unscaled integers: a mask, an index.
+    A term of a sum is held `times` a factor.
     """
 
     node: str
     scale: float | tuple[float, ...]
     axis: int | None = None
     zero_point: int | tuple[int, ...] = 0
+    times: int | None = None
 
 
 @dataclass(frozen=True)

@@ -179,12 +179,12 @@ class Lowering:
         """Return the zero point that a primitive adds to its result, as a further argument, where it adds one. Here: none."""
         return ()
 
-    def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int | Tensor = 0) -> None:
+    def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int | Tensor = 0, times: int | None = None) -> None:
         """Record the scale of a constant: one number for all, or one for each index of its dimension `axis` (negative).
 
         An empty `scale` is that of a constant without one: a mask, an index.
 
-        `zero_point` is the integer that stands for 0, or a tensor of one for each index.
+        `zero_point` is the integer that stands for 0, or a tensor of one for each index. `times`: the factor of held integers.
         """
 
     def holds(self, value: Any, grid: Grid) -> Any:
@@ -347,6 +347,12 @@ class Lowering:
 
     def quantize_constant(self, value: Tensor, role: str, wide: bool = False) -> Quantized:
         """Quantize a constant tensor with one scale, as a weight is, or to int16 if `wide`; its gradient passes straight through."""
+        integers, grid = self.constant_integers(value, role, wide)
+        self.describe(role, grid.scale)
+        return Quantized(self.constant(role, integers, grid.type.storage), grid, tuple(value.shape))
+
+    def constant_integers(self, value: Tensor, role: str, wide: bool) -> tuple[Tensor, Grid]:
+        """Return the integers of a constant tensor and their grid, of 16 bits if `wide`, else a weight's."""
         if not value.is_floating_point():  # a mask, or integers: next to an activation they count as float values
             value = value.to(torch.float32)
         self.parameters[f"its constant {role!r}"] = value
@@ -355,8 +361,7 @@ class Lowering:
         scale, dtype = rounded.scale.reshape(()), quantizer.dtype
         if not bool(torch.isfinite(scale)):
             raise self.not_finite()
-        self.describe(role, scale)
-        return Quantized(self.constant(role, rounded.integers.reshape(value.shape), dtype.storage), Grid(dtype, scale), tuple(value.shape))
+        return rounded.integers.reshape(value.shape), Grid(dtype, scale)
 
     def multiplied(self, primitive: Callable[..., Tensor], value: Any, ratio: Ratio, *constants: Any) -> Any:
         """Return `call(primitive, value, *constants)`: integers times `ratio`, rounded in the constants but not in the gradient."""

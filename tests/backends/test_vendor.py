@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from benchmarks.silicon.networks import live
 from benchmarks.zoo import MobileNetV2, ResNet18
+from benchmarks.zoo.sequence import ViT
 from fxquant.backends.horizon.tool import Tool
 from fxquant.compat import horizon
 from fxquant.compat.horizon import served as march
@@ -111,6 +112,13 @@ def test_an_lstm_and_layers_of_vectors_are_one_program(target: str, tmp_path: Pa
     qconfig = fxq.QConfig(fxq.ActivationConfig("int8"))
     integer = fxq.quantize(model, rows, target, qconfig).integer
     assert len(programs(integer, verified(integer, tmp_path, rows)[1])) == 1
+
+
+def test_a_transformer_is_one_program(tmp_path: Path) -> None:
+    images = [torch.randn(2, 3, 32, 32) for _ in range(2)]
+    model, _ = live(lambda: ViT(6, size=32, width=24, depth=2, heads=2), 3, 32)()
+    integer = fxq.quantize(model, images, "bayes-e").integer
+    assert len(programs(integer, verified(integer, tmp_path, images)[1])) == 1
 
 
 @pytest.mark.parametrize(("network", "target"), [(SHUFFLED, "bayes-e"), (SHUFFLED, "bernoulli2"), (CAUSAL, "bayes-e")])

@@ -494,8 +494,11 @@ def requantized(
     rounding = rules.last_rounding(kind)
     if rules.measured and to.bits >= 8:
         layer = kind in ("layer", "wide layer", "matrix")
-        measured = measured_parameters(step / to.scale, to.bits, accumulator_bits, layer, kind == "wide layer")
-        return requantize_fixed(accumulator, *measured, 16, rounding, low, high)
+        a, multiplier, b = measured_parameters(ratio := step / to.scale, to.bits, accumulator_bits, layer, kind == "wide layer")
+        if kind in ("sum", "product") and not rules.by_layers:
+            doubles = to.wide and ratio == Fraction(2) ** exponent_of(ratio)  # 2^14 becomes 2^15
+            multiplier, b = (2**15 - 2, b + 1) if doubles else (min(multiplier, 2**15 - 2), b)
+        return requantize_fixed(accumulator, a, multiplier, b, 16, rounding, low, high)
     widths = INT16_WIDTHS if to.wide else INT8_WIDTHS
     parameters = fixed_parameters(step / to.scale, widths, 2 ** (to.bits - 1) - 1, max(accumulator_bits, 32))
     return requantize_fixed(accumulator, *parameters, widths.intermediate_bits, rounding, low, high)
@@ -634,6 +637,10 @@ def added_constant(
     factor: Fraction = Fraction(1), clamp: Clamp | None = None,
 ) -> int:  # fmt: skip
     """factor · q + constant, an element of a tensor whose largest magnitude is |largest|."""
+    if rules.measured and abs(factor) == 1 and (to.wide or not x.wide):  # a tensor of its own scale
+        scale = max(float32(abs(largest) / (2**15 - 1 if to.wide else 127)), SMALLEST_SCALE)
+        held = Term(weight_integer(constant, scale), scale, to.wide)
+        return shifted_sum((Term(q if factor > 0 else -q, x.scale, x.wide, subtracted=factor < 0), held), to, rules, clamp)
     step, n = x.scale * abs(factor), 14
     while abs(largest) * Fraction(2) ** n / step > (2**29 if x.wide else 2**22):
         n -= 1

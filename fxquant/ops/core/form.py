@@ -48,11 +48,6 @@ class Call:
         return False
 
     @property
-    def images_alone(self) -> bool:
-        """Whether layers of vectors are written between ToImage and FromImage."""
-        return False
-
-    @property
     def input(self) -> str:
         """Float value of its one operand."""
         return str(self.arguments["input"])

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fxquant.ir.graph import TensorFact, fact, is_parameter
 from fxquant.lowering.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import grids
-from fxquant.numerics.grids import FLOAT32_EXACT, INT32, WEIGHT_INT8, Ratio
+from fxquant.numerics.grids import FLOAT32_EXACT, INT32, WEIGHT_INT8, Grid, Ratio
 from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.record import Instead
@@ -34,14 +34,15 @@ def lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float =
 def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clamp: Clamp | None) -> Quantized:
     """Add the activations on a common scale, and a constant in whole steps of it, and requantize once."""
     terms = {role: grids.to_float32(term) for role, term in terms.items()}
+    wide = any(operand.dtype.bits > 8 for operand, _ in terms.values() if isinstance(operand, Quantized))
     tensors = {role: (operand, factor) for role, (operand, factor) in terms.items() if isinstance(operand, Quantized)}
-    wide = any(operand.dtype.bits > 8 for operand, _ in tensors.values())
     narrow = not wide and lowering.output.dtype.bits <= 8
     if len(tensors) == len(terms) and narrow and lowering.arithmetic.adds_in_output_steps:
         return _lower_narrow_sum(lowering, tensors, clamp)
     constants = {role: (operand, factor) for role, (operand, factor) in terms.items() if not isinstance(operand, Quantized)}
-    plain = {role: (operand, factor) for role, (operand, factor) in terms.items() if not isinstance(operand, Tensor)}
-    counting = all(isinstance(operand, Quantized) or operand * factor != 0 for operand, factor in plain.values())
+    whole = lowering.output.dtype.bits > 8 or not wide  # whether constant tensors have a scale of their own
+    plain = {role: (term, factor) for role, (term, factor) in terms.items() if not isinstance(term, Tensor) or (whole and abs(factor) == 1)}
+    counting = all(isinstance(operand, Quantized) or 0 < _magnitude(operand) * abs(factor) < math.inf for operand, factor in plain.values())
     if lowering.arithmetic.shifted_sums is not None and len(plain) == 2 and counting:
         return _lower_shifted_sum(lowering, plain, lowering.arithmetic.shifted_sums, clamp)
     steps = {role: _step(operand, factor) for role, (operand, factor) in tensors.items()}
@@ -79,20 +80,15 @@ def _added(lowering: Lowering, total: Any, term: Any, factor: float) -> Any:
 LARGEST_FACTOR = 2**15 - 1  # of the operand of the smaller scale: a ratio that rounds up to 2^15 is one less
 
 
-def _lower_shifted_sum(
-    lowering: Lowering, terms: dict[str, tuple[Quantized | float, float]], how: ShiftedSums, clamp: Clamp | None
-) -> Quantized:
-    """Compute x · 2^n + e · E, where x has the larger scale, and requantize once; a number is ±127 on its own scale."""
+def _lower_shifted_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], how: ShiftedSums, clamp: Clamp | None) -> Quantized:
+    """Compute x · 2^n + e · E, where x has the larger scale, and requantize once; a constant has a scale of its own."""
     device = next(operand.scale.device for operand, _ in terms.values() if isinstance(operand, Quantized))
-    steps: dict[str, Ratio] = {}
-    for role, (operand, factor) in terms.items():
-        if isinstance(operand, Quantized):
-            steps[role] = _step(operand, factor)
-        else:
-            steps[role] = Ratio((torch.tensor(abs(float(operand) * factor), dtype=torch.float32, device=device) / WEIGHT_INT8.high,))
+    held = {role: _integers_of(lowering, role, *term, device) for role, term in terms.items() if not isinstance(term[0], Quantized)}
+    on = {role: operand.grid if isinstance(operand, Quantized) else held[role][1] for role, (operand, _) in terms.items()}
+    steps = {role: Ratio((on[role].scale,)) if role in held else _step(operand, factor) for role, (operand, factor) in terms.items()}  # type: ignore[arg-type]
     (larger, x), (smaller, e) = sorted(steps.items(), key=lambda item: -float(item[1].approximate()))
     ratio = e.over(*x.numerators)
-    wide_x, wide_e = (isinstance(operand, Quantized) and operand.dtype.bits > 8 for operand, _ in (terms[larger], terms[smaller]))
+    wide_x, wide_e = (on[role].type.bits > 8 for role in (larger, smaller))
     # A bit is spared, or a sum of 16-bit integers would saturate after the largest first shift of its requantization to 8 bits.
     spared = (wide_x or wide_e) and lowering.output.grid.type.bits <= 8
     largest = how.largest_wide if wide_x else how.largest
@@ -101,9 +97,8 @@ def _lower_shifted_sum(
     exponent = exponent if how.fixed is None else torch.full_like(exponent, how.fixed)
     factors = {larger: torch.ones_like(exponent) << exponent, smaller: ratio.rounded(exponent).clamp_max(LARGEST_FACTOR)}
     bound = torch.zeros((), dtype=torch.float64, device=device)
-    for role, (operand, _) in terms.items():
-        magnitude = operand.grid.magnitude if isinstance(operand, Quantized) else WEIGHT_INT8.high
-        bound = bound + factors[role].double() * magnitude
+    for role in terms:
+        bound = bound + factors[role].double() * on[role].magnitude
     wide = lowering.prove(bound, "the sum") >= FLOAT32_EXACT
     total: Any = None
     for role, (operand, factor) in terms.items():
@@ -114,12 +109,14 @@ def _lower_shifted_sum(
             exact = steps[role].over(*x.numerators).times(grids.power_of_two(exponent))
             term = lowering.multiplied(elementwise.align_fixed, operand.value, exact, stored, shift, wide)
             total = _added(lowering, total, term, factor)
-    for role, (operand, factor) in terms.items():
-        if not isinstance(operand, Quantized):
-            whole = factors[role] * int(math.copysign(WEIGHT_INT8.high, operand * factor))
-            total = lowering.call(elementwise.add_constant, total, lowering.constant("number", whole, torch.int32))
+    for role, (integers, grid) in held.items():
+        constant, factor = terms[role]
+        if isinstance(constant, Tensor):
+            lowering.describe(role, grid.scale, times=int(math.copysign(max(int(factors[role]), 1), factor)))
+        name = role if isinstance(constant, Tensor) else "number"
+        total = lowering.call(elementwise.add_constant, total, lowering.constant(name, integers.double() * factors[role], torch.int32))
     unit = x.over(grids.power_of_two(exponent))
-    if terms[larger][1] > 0 or not isinstance(terms[larger][0], Quantized) or lowering.output.dtype == INT32:
+    if terms[larger][1] > 0 or not isinstance(terms[larger][0], Quantized | Tensor) or lowering.output.dtype == INT32:
         return lowering.requantize(total, unit, clamp, kind=SUM)
 
     def lift(scale: Tensor) -> Tensor:  # it is x · 2^n - e · E that is rounded, and multiplied by a negative number
@@ -129,6 +126,16 @@ def _lower_shifted_sum(
         stored = lowering.constant("rest", lift(lowering.output.grid.scale), torch.int32)
         total = lowering.call(elementwise.add_constant, total, stored)
     return lowering.requantize(total, unit, clamp, lift=lift, kind=SUM)
+
+
+def _integers_of(lowering: Lowering, role: str, constant: Operand, factor: float, device: torch.device) -> tuple[Tensor, Grid]:
+    """Return the integers of a constant term and their grid: ±127 of a number; a tensor has 16 bits where the result has."""
+    if isinstance(constant, Tensor):
+        integers, grid = lowering.constant_integers(constant, role, lowering.output.dtype.bits > 8)
+        return integers * int(factor), grid
+    number = float(constant) * factor  # type: ignore[arg-type]
+    scale = torch.tensor(abs(number), dtype=torch.float32, device=device) / WEIGHT_INT8.high
+    return torch.tensor(math.copysign(WEIGHT_INT8.high, number), device=device), Grid(WEIGHT_INT8, scale)
 
 
 def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, float]], clamp: Clamp | None) -> Quantized:

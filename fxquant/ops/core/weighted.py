@@ -551,6 +551,17 @@ def increased_bias(bias: Tensor | None, terms: Tensor, times: float) -> Tensor:
     return added if bias is None else bias + added
 
 
+def multiplied_inputs(weight: Tensor, factors: Tensor) -> Tensor:
+    """Return a linear layer's weight (N, C), with input channel c multiplied by element c of the factors (C,)."""
+    return weight * factors
+
+
+def bias_of_inputs(bias: Tensor | None, weight: Tensor, terms: Tensor) -> Tensor:
+    """Return a linear layer's bias (N,), or 0 where it has none, plus its products with the terms (C,) of its input channels."""
+    added = weight @ terms
+    return added if bias is None else bias + added
+
+
 def spread(weight: Tensor, dilation: list[int]) -> Tensor:
     """Return a kernel with zeros between its taps, whose convolution without dilation equals that of `weight` with `dilation`."""
     sizes = [(taps - 1) * step + 1 for taps, step in zip(weight.shape[2:], dilation, strict=True)]
@@ -565,4 +576,7 @@ def channel_weight(like: Tensor, factor: float) -> Tensor:
     return torch.full((like.numel(), 1, 1, 1), factor, dtype=like.dtype, device=like.device)
 
 
-OF_PARAMETERS = (folded_weight, folded_bias, multiplied_weight, multiplied_bias, increased_bias, spread, channel_weight)
+OF_PARAMETERS = (
+    *(folded_weight, folded_bias, multiplied_weight, multiplied_bias, increased_bias),
+    *(multiplied_inputs, bias_of_inputs, spread, channel_weight),
+)

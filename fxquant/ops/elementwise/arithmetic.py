@@ -212,8 +212,20 @@ def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Cla
 def _onnx_mul(c: Call) -> str:
     if "weight" not in c.constants:
         return c.epilogue(c.do("Mul", c.operand("input"), c.operand("other")))
-    tensor, primitive = next(c[role] for role in ("input", "other") if isinstance(c.arguments.get(role), str)), c.primitives[0]
-    return c.epilogue(c.do("Mul", tensor, c.e.constant(per_channel(c.real("weight"), primitive.args[3]))))  # type: ignore[arg-type]
+    tensor = next(c[role] for role in ("input", "other") if isinstance(c.arguments.get(role), str))
+    return onnx_scaled(c, tensor, c.primitives[0].args[3])  # type: ignore[arg-type]
+
+
+def onnx_scaled(c: Call, tensor: str, trailing: int) -> str:
+    """Write a factor for each channel, and a bias if there is one: as a depthwise Conv of an image where layers are of images alone."""
+    rank, bias = len(c.operand_shape), [c.real("bias")] if "bias" in c.constants else []
+    if c.by_layers and rank < IMAGE:
+        image: dict[str, Any] = {"shape": fact(c.primitives[0].all_input_nodes[0]).at(1)} | ({"axes": [0, 1, 2]} if trailing else {})
+        weight = c.real("weight").reshape(-1, 1, 1, 1)
+        layer = c.do("Conv", c.do("ToImage", tensor, **image), *map(c.e.constant, (weight, *bias)), group=len(weight))
+        return c.do("FromImage", c.epilogue(layer), **image)
+    value = c.do("Mul", tensor, c.e.constant(per_channel(c.real("weight"), trailing)))
+    return c.epilogue(c.do("Add", value, *(c.e.constant(per_channel(each, trailing)) for each in bias)) if bias else value)
 
 
 def _multiplied(input: Any, other: Any) -> dict[str, Any] | Instead:

@@ -59,16 +59,17 @@ def _onnx_linear(c: Call) -> str:
 def _onnx_convolution(c: Call) -> str:
     """Write a linear layer as a convolution with a kernel of one, its last dimension as channels. The file has a fixed batch of one."""
     _, *sizes, features = (size.at(1) if isinstance(size, BatchDim) else size for size in c.operand_shape)
-    inner = range(1, len(sizes) + 1)
-    if c.images_alone and len(sizes) < 2:
-        image, outputs = c.do("ToImage", c.input, shape=[1, *sizes, features]), c.constants["weight"][0].shape[0]
+    outputs, inner, residual = c.constants["weight"][0].shape[0], range(1, len(sizes) + 1), c.arguments.get("residual")
+    if len(sizes) < 2:
+        image = c.do("ToImage", c.input, shape=[1, *sizes, features])
         layer = c.with_bias(lambda *bias: c.do("Conv", image, c.weight(lambda w: w[:, :, None, None]), *bias, group=1), 2)
-        return c.epilogue(c.do("FromImage", layer, shape=[1, *sizes, outputs]))
-    value = c.do("Transpose", c.input, perm=[0, len(sizes) + 1, *inner]) if sizes else c.input
-    value = c.do("Reshape", value, c.integers([-1, features, math.prod(sizes), 1]))
+        if residual is not None:
+            c.arguments["residual"] = c.do("ToImage", residual, shape=[1, *sizes, outputs])
+        return c.do("FromImage", c.epilogue(layer), shape=[1, *sizes, outputs])
+    value = c.do("Reshape", c.do("Transpose", c.input, perm=[0, len(sizes) + 1, *inner]), c.integers([-1, features, math.prod(sizes), 1]))
     layer = c.with_bias(lambda *bias: c.do("Conv", value, c.weight(lambda w: w[:, :, None, None]), *bias, kernel_shape=[1, 1]), 2)
-    layer = c.do("Reshape", layer, c.integers([-1, c.constants["weight"][0].shape[0], *sizes]))
-    return c.epilogue(c.do("Transpose", layer, perm=[0, *(d + 1 for d in inner), 1]) if sizes else layer)
+    layer = c.do("Reshape", layer, c.integers([-1, outputs, *sizes]))
+    return c.epilogue(c.do("Transpose", layer, perm=[0, *(d + 1 for d in inner), 1]))
 
 
 def _called(*args: Any, **kwargs: Any) -> dict[str, Any] | Instead:

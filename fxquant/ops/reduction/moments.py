@@ -17,13 +17,13 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import TensorFact, fact, is_parameter, largest_size
 from fxquant.numerics.grids import FLOAT32_EXACT, INT16, Grid, Ratio
-from fxquant.ops.core import POSITIVE, Builder, Call, Clamp, Lowering, Quantized, composite, lowered
+from fxquant.ops.core import POSITIVE, Builder, Clamp, Lowering, Quantized, composite, lowered
 from fxquant.ops.core import numbers as numeric
 from fxquant.ops.core.declare import COMPUTED, NO_DIMENSIONS, are_fixed, settings_of, shape_of
 from fxquant.ops.core.record import BY_NAME, WIDE, Instead, Layer, Own, Parameter, Trait
 from fxquant.ops.core.samples import IMAGES, NORMED, sample, sampled, written
 from fxquant.ops.core.weighted import check_statistics, epilogue, lower_weighted, refuses_weighted
-from fxquant.ops.elementwise.arithmetic import add, by_channels, div, mul, sub
+from fxquant.ops.elementwise.arithmetic import add, by_channels, div, mul, onnx_scaled, sub
 from fxquant.ops.elementwise.comparison import amax, amin, where
 from fxquant.ops.elementwise.table import shifted, tabled
 from fxquant.ops.movement.shape import MANY_SIZES, reshape
@@ -58,12 +58,6 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return f"its statistics are computed by %{computed[0]}: neither stored nor computed from stored values" if computed else None
 
 
-def _onnx_scaled(c: Call, trailing: int) -> str:
-    weight, *bias = (c.e.constant(per_channel(c.real(role), trailing)) for role in ("weight", "bias") if role in c.constants)
-    scaled = c.do("Mul", c.input, weight)
-    return c.epilogue(c.do("Add", scaled, *bias) if bias else scaled)
-
-
 @lowered(
     function=_batch_norm,
     adapt=_functional,
@@ -83,7 +77,7 @@ def _onnx_scaled(c: Call, trailing: int) -> str:
         # What it reads is never multiplied: its statistics are of that.
         rescaled=lambda arguments, inputs, outputs: {"batch_norm": multiplied(arguments["batch_norm"], outputs)},
     ),
-    onnx=lambda c: _onnx_scaled(c, len(c.operand_shape) - 2),
+    onnx=lambda c: onnx_scaled(c, c.input, len(c.operand_shape) - 2),
 )
 @sampled("F.batch_norm(x, {B(torch.randn(3))}, {B(torch.rand(3) + 0.5)}, {P(3)}, {P(3)})", "{nn.BatchNorm2d(3)}(x.relu())")
 @sampled("torch.batch_norm(x, {P(3)}, {P(3)}, {B(torch.randn(3))}, {B(torch.rand(3) + 0.5)}, False, 0.1, 1e-5, True)")
@@ -144,7 +138,7 @@ def _rescaled_channels(arguments: dict[str, Any], inputs: Tensor, outputs: Tenso
         channels=lambda arguments: -1 - arguments.get("trailing", 0),
         rescaled=_rescaled_channels,
     ),
-    onnx=lambda c: _onnx_scaled(c, c.arguments.get("trailing", 0)),
+    onnx=lambda c: onnx_scaled(c, c.input, c.arguments.get("trailing", 0)),
 )
 @sampled("F.layer_norm(x, (8,), {P(8)}, {P(8)})", within=NORMED, x=(8,))
 def scale_channels(
