@@ -130,7 +130,8 @@ def check_camera(integer: fx.GraphModule, camera: str) -> None:
         raise ConfigurationError(
             f"the model cannot take {camera} from a camera",
             because=because,
-            remedy="pass fxq.board.with_camera(integer, 'rgb', mean=…, std=…), which takes YUV less 128; or leave out camera=",
+            remedy="pass fxq.board.with_camera(integer, 'rgb', mean=…, std=…), which takes YUV less 128 (--train-type rgb --mean … --std …"
+            " at the command line); or leave out camera=",
         )
 
 
@@ -144,7 +145,7 @@ def nv12_of(image: Tensor) -> Tensor:
     chroma = planes[::HALF, ::HALF, 1:]
     if not torch.equal(chroma.repeat_interleave(HALF, 0).repeat_interleave(HALF, 1), planes[..., 1:]):
         because = "its U and V differ within two by two pixels, and NV12 has one of each for these four"
-        remedy = "pass images that fxq.nn.Nv12ToYuv444(centred=True) made of NV12"
+        remedy = "pass images that fxq.nn.Nv12ToYuv444(centred=True) made of NV12, or photographs as --images at the command line"
         raise ConfigurationError("a batch is not an NV12 image", because=because, remedy=remedy)
     return torch.cat([planes[..., 0], chroma.reshape(height // HALF, width)])
 

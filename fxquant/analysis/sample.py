@@ -25,13 +25,18 @@ Named = dict[str, Tensor]
 def batches_from(path: Path, model: fx.GraphModule, size: int) -> list[Any]:
     """Return the batches in a file of arrays that hold all samples, of `size` samples, or of as many as the model is fixed to.
 
-    Samples are along the dimension that is the batch of that input; where no size of the model varies, dimension 0.
-
     A model of one input takes the file's only array; otherwise arrays go by the names of the inputs, and those that
     numpy.savez numbered in their order. Raises ConfigurationError if the file cannot be read; nothing is unpickled.
     """
+    return batches_of(named(arrays_from(path), [str(node.target) for node in model.graph.find_nodes(op="placeholder")]), model, size)
+
+
+def batches_of(arrays: Named, model: fx.GraphModule, size: int) -> list[Any]:
+    """Return batches of `size` samples, or of as many as the model is fixed to, of the arrays that hold all samples of its inputs.
+
+    Samples are along the dimension that is the batch of that input; where no size of the model varies, dimension 0.
+    """
     inputs = model.graph.find_nodes(op="placeholder")
-    arrays = named(arrays_from(path), [str(node.target) for node in inputs])
     facts = {str(node.target): node_fact for node in inputs if isinstance(node_fact := fact(node), TensorFact) and node_fact.shape}
     axes = {name: entry.batch_axis for name, entry in facts.items()}
     if all(axis is None for axis in axes.values()):
@@ -150,11 +155,17 @@ def _drawn(model: fx.GraphModule, node: fx.Node, size: int, generator: torch.Gen
     shape = node_fact.at(size)
     if node_fact.dtype.is_floating_point:
         drawn = (_normal(shape, generator) * (_input_range(model, node) / 2)).to(node_fact.dtype)
-        steps = [grid.scale for user in node.users if (grid := grid_of(model, user)) is not None]
-        if 1.0 in steps and len(shape) == 4 and shape[1] == 3 and not any(size % 2 for size in shape[2:]):  # YUV less 128, also as NV12
+        if takes_yuv(model, node):
             drawn[:, 1:] = drawn[:, 1:, ::2, ::2].repeat_interleave(2, 2).repeat_interleave(2, 3)
         return drawn
     return torch.randint(0, 2, shape, generator=generator, device="cpu").to(node_fact.dtype)
+
+
+def takes_yuv(model: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether an input is YUV less 128, (N, 3, H, W) of even sizes on the scale 1, which can be NV12."""
+    shape = node_fact.at(1) if isinstance(node_fact := fact(node), TensorFact) else ()
+    steps = [grid.scale for user in node.users if (grid := grid_of(model, user)) is not None]
+    return 1.0 in steps and len(shape) == 4 and shape[1] == 3 and not any(size % 2 for size in shape[2:])
 
 
 def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:

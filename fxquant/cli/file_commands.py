@@ -7,18 +7,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fxquant.cli.factories import DATA, FILE, add_data, add_form, add_runtime, command, path, positive
+from fxquant.cli.factories import DATA, FILE, add_data, add_form, add_images, add_runtime, command, path, positive
 from fxquant.errors import ConfigurationError, Interrupted
 
+NEEDED = {  # by an option of `export`: those of which it needs one
+    **dict.fromkeys(("option", "camera", "compile", "board"), ("to",)),
+    **dict.fromkeys(("train_type", "mean", "std"), ("camera",)),
+    **dict.fromkeys(("data", "images"), ("board",)),
+    "output_names": ("onnx", "to"),
+}
 RANDOM_SIZES = (4, 1)  # of the batches that are drawn where no data is given
 
 
 def _batches(options: argparse.Namespace, model: Any) -> list[Any]:
-    """Return the batches of --data, or random ones, which is said."""
+    """Return the batches of --data or --images, or random ones, which is said."""
     from fxquant.analysis.sample import batches_from, random_batches
 
     if options.data is not None:
         return batches_from(options.data, model, options.batch_size or 1)
+    if options.images:
+        from fxquant.cli.photographs import camera_batches
+
+        return camera_batches(options, model)
     print(f"no --data: {len(RANDOM_SIZES)} random batches, which fill the range of every input")
     return random_batches(model, RANDOM_SIZES)
 
@@ -131,10 +141,12 @@ def add_export(commands: Any) -> None:
     export.add_argument("--compile", action="store_true", help="compile the folder of --to, too, which needs the vendor's tool")
     export.add_argument("--board", type=path, metavar="FOLDER", help="compile, and write what runs the program on a board and checks it")
     export.add_argument("--data", type=path, metavar="FILE", help=f"inputs for --board: {DATA} (default: random ones)")
+    add_images(export, "photographs for --board, which are made NV12 for the program of --camera: files and folders")
 
 
 def _export(options: argparse.Namespace) -> int:
     import fxquant as fxq
+    from fxquant.backends.horizon.export import nv12_of
     from fxquant.prepared.batches import model_inputs
     from fxquant.reporting.forms import saved_model
 
@@ -151,17 +163,11 @@ def _export(options: argparse.Namespace) -> int:
         raise ConfigurationError("nothing is to be written", because="a form is asked for by its option", remedy=remedy)
     _, *keywords = inspect.signature(fxq.board.with_camera).parameters
     colours = {name: value for name in keywords if (value := getattr(options, name)) is not None}
-    unused = [name for name in (*colours, "option", "camera", "compile", "board") if getattr(options, name)]
-    if unused and options.to is None:
-        what = f"--{unused[0].replace('_', '-')} means nothing here"
-        raise ConfigurationError(what, because="it is about the folder of --to", remedy="give --to horizon")
-    if options.output_names and options.onnx is None and options.to is None:
-        raise ConfigurationError("--output-names means nothing here", because="it is about --onnx and --to", remedy="give one of them")
-    if colours and options.camera is None:
-        because = "it is about images of a camera, and without --camera the program takes float32 in place of them"
-        raise ConfigurationError(
-            f"--{next(iter(colours)).replace('_', '-')} means nothing here", because=because, remedy="give --camera nv12"
-        )
+    for name, others in NEEDED.items():
+        if getattr(options, name) and not any(getattr(options, other) for other in others):
+            what = f"--{name.replace('_', '-')} means nothing here"
+            remedy = f"give --{' or --'.join(others)}, or leave it out"
+            raise ConfigurationError(what, because=f"it is about --{' and --'.join(others)}", remedy=remedy)
     integer = saved_model(options.file)
     for name, path in asked.items():
         print(writers[name](integer, path))
@@ -170,7 +176,9 @@ def _export(options: argparse.Namespace) -> int:
         fields: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in options.option or ()}
         batches = _batches(options, model) if options.board else []
         for index, batch in enumerate(batches):  # before minutes of compiling
-            model_inputs(model, batch, index)
+            inputs = model_inputs(model, batch, index)
+            for image in inputs[0].permute(0, 2, 3, 1).round() if options.camera == "nv12" else ():
+                nv12_of(image[None])
         output = fxq.board.export_horizon(model, options.out, camera=options.camera, options=fxq.board.HorizonOptions(**fields), **names)
         if colours:
             print(fxq.save(model, output / "camera.fxq"))

@@ -235,8 +235,11 @@ def test_the_command_line_has_the_options_and_writes_the_folder(
         ("--option", "core_num", "2"): "bayes-e has one core",
         ("--board", "other", "--data", "model.fxq"): "model.fxq cannot be read as data",
         ("--board", "other", "--data", "wide.npz"): "float64",
+        ("--camera", "nv12", "--train-type", "rgb", "--board", "other", "--data", "rgb.npz"): "--images at the command line",
+        ("--images", "a.png"): "--images means nothing here",
     }
     np.savez("wide.npz", yuv.double().numpy())
+    np.savez("rgb.npz", images.numpy())
     monkeypatch.setattr(fxq.board, "compile_horizon", None)  # nothing is compiled before it is refused
     for options, said in refused.items():
         assert main([*to, *options]) == 2
