@@ -146,8 +146,7 @@ def add_export(commands: Any) -> None:
 
 def _export(options: argparse.Namespace) -> int:
     import fxquant as fxq
-    from fxquant.backends.horizon.export import nv12_of
-    from fxquant.prepared.batches import model_inputs
+    from fxquant.conformance.kit import check_batches
     from fxquant.reporting.forms import saved_model
 
     names = {"output_names": options.output_names}
@@ -175,10 +174,7 @@ def _export(options: argparse.Namespace) -> int:
         model = fxq.board.with_camera(integer, **colours) if colours else integer
         fields: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in options.option or ()}
         batches = _batches(options, model) if options.board else []
-        for index, batch in enumerate(batches):  # before minutes of compiling
-            inputs = model_inputs(model, batch, index)
-            for image in inputs[0].permute(0, 2, 3, 1).round() if options.camera == "nv12" else ():
-                nv12_of(image[None])
+        check_batches(model, batches, options.camera)  # before minutes of compiling
         output = fxq.board.export_horizon(model, options.out, camera=options.camera, options=fxq.board.HorizonOptions(**fields), **names)
         if colours:
             print(fxq.save(model, output / "camera.fxq"))

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.analysis.sample import Named, arguments_of, batches_of, samples_from, takes_yuv
+from fxquant.analysis.sample import Named, arguments_of, batches_of, samples_from, yuv_size
 from fxquant.cli.factories import positive, transform_of
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import inputs_of_file
-from fxquant.ir.graph import fact
 from fxquant.nn.camera import Nv12ToYuv444, rgb_to_nv12
 from fxquant.support.progress import progress
 
@@ -127,12 +126,12 @@ def photographs_in(options: argparse.Namespace) -> list[Path]:
 def camera_batches(options: argparse.Namespace, model: fx.GraphModule) -> list[Any]:
     """Return the photographs in --images as batches of an integer model that takes YUV less 128, float32 (N, 3, H, W), through NV12."""
     image, *others = model.graph.find_nodes(op="placeholder")
-    if others or not takes_yuv(model, image):
+    size = None if others else yuv_size(model, image)
+    if size is None:
         because = "photographs become NV12, and its input is not a camera's YUV less 128 of even sizes"
         remedy = "export it with --camera and --train-type, and verify the camera.fxq of that folder; or give --data"
         raise ConfigurationError("--images mean nothing to this model", because=because, remedy=remedy)
-    height, width = fact(image).at(1)[2:]
-    pixels = _read(photographs_in(options), Preprocessing((height, width), 0, (0.0,) * 3, (1 / 255,) * 3, False), MOST)
+    pixels = _read(photographs_in(options), Preprocessing(size, 0, (0.0,) * 3, (1 / 255,) * 3, False), MOST)
     planes = rgb_to_nv12(pixels.round().to(torch.uint8))
     return batches_of({str(image.target): Nv12ToYuv444(centred=True)(*planes)}, model, options.batch_size or 1)
 

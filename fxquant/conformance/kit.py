@@ -192,6 +192,14 @@ def board_kit(folder: str | os.PathLike[str], integer: fx.GraphModule, compiled:
     return Path(folder)
 
 
+def check_batches(integer: fx.GraphModule, batches: Iterable[Any], camera: str | None) -> None:
+    """Raise CalibrationError or ConfigurationError for a batch that the program of an integer model cannot take."""
+    form = GraphForm(integer)
+    for index, batch in enumerate(batches):
+        for value in form.inputs(batch, index):
+            _samples(value, {"type": camera, "shape": [1]})
+
+
 def _samples(value: Tensor, entry: Mapping[str, Any]) -> Tensor:
     """Return an input or output (N, …) in the program's form; (1, …) for one without a batch."""
     kind, turned = entry.get("type"), value.permute(0, 2, 3, 1) if value.dim() == 4 else value
