@@ -21,6 +21,7 @@ from fxquant.ops.core.composite import DEQUANTIZE
 from fxquant.ops.core.record import operand_nodes
 from fxquant.ops.core.weighted import shape_of, sizes
 from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.elementwise.table import SHIFTED, UNARY, segments_of
 from fxquant.prepared.stage import quantized_operator, record_of
 from fxquant.primitives.accumulate import sides
 
@@ -169,6 +170,25 @@ def _bits_read(site: Site) -> list[int]:
     return sorted({bits for operand in operand_nodes(site.operator, {**site.arguments, "residual": None}) for bits in _bits(operand)})
 
 
+def _lacks_segments(site: Site) -> bool:
+    """Return whether it is a unary function, with what is added to its operand, that a chip computes at 8 bits alone."""
+    values = {name: value for name, value in site.arguments.items() if name != "input"}
+    if site.operator is not SHIFTED:
+        values = {"function": site.operator.name, "factor": 1, "offset": 0, "settings": values}
+    if values["function"] not in UNARY:
+        return False
+    segments = segments_of(values["function"], values["factor"], values["offset"], tuple(values["settings"].items()))
+    return segments is None or min(_bits_read(site), default=0) <= 8
+
+
+def _constant_patterns(site: Site) -> list[str]:
+    """Classify how each tensor of constants broadcasts to the result's rows: "equal", "NC11", "1111" or "other"."""
+    constants = [value for value in map(site.arguments.get, site.operator.operands) if isinstance(value, fx.Node) and is_parameter(value)]
+    rows, rank = site.result[1:], len(site.result)
+    shapes = [((1,) * rank + shape_of(each))[-rank:][1:] for each in constants]
+    return [_pattern((1, *shape), (1, *rows)) for shape in shapes]
+
+
 def _bits(node: fx.Node) -> list[int]:
     """Return the bits of a node's quantized result; none if it is in float."""
     spec = annotation(node) or qparams(node)
@@ -235,6 +255,16 @@ MEASURES: dict[str, Measure] = {
     "elements left over by windows of one size": lambda site: [
         size % max(1, windows) for size, windows in zip(known(site.shape()[2:]), known(site.result[2:]), strict=False)
     ],
+    "bits of a function without segments": lambda site: sorted({*_bits_read(site), *_bits(site.node)}) if _lacks_segments(site) else [],
+    "number added to its operand": lambda site: [site.arguments["offset"]] if _lacks_segments(site) else [],
+    "number of steps": lambda site: [len(site.arguments["steps"])],
+    "bounds that do not begin at 0": lambda site: [bounds for bounds in _bounds(site) if bounds[0] != 0],
+    "broadcasting of a constant operand": _constant_patterns,
+    "number of lists of indices": lambda site: [
+        sum(isinstance(each, list | fx.Node) for each in site.arguments["index"]) if isinstance(site.arguments["index"], list) else 0
+    ],
+    "number of outputs": lambda site: [len(site.node.users) - len(_inner_readers(site))],
+    "reduced dimension besides those of an averaged image": lambda site: [] if _averaged(site) else _reduced(site),
     "bits of the result where it is dilated": lambda site: _bits(site.node) if _dilated(site) else [],
 }  # fmt: skip
 

@@ -10,11 +10,11 @@ from typing import Any
 from fxquant.cli.factories import DATA, FILE, add_data, add_form, add_images, add_runtime, command, path, positive
 from fxquant.errors import ConfigurationError, Interrupted
 
-NEEDED = {  # by an option of `export`: those of which it needs one
-    **dict.fromkeys(("option", "camera", "compile", "board"), ("to",)),
-    **dict.fromkeys(("train_type", "mean", "std"), ("camera",)),
-    **dict.fromkeys(("data", "images"), ("board",)),
-    "output_names": ("onnx", "to"),
+NEEDED = {  # by options of `export`: those of which each needs one
+    "--option --camera --compile --board": "--to",
+    "--train-type --mean --std": "--camera",
+    "--data --images": "--board",
+    "--output-names": "--onnx --to",
 }
 RANDOM_SIZES = (4, 1)  # of the batches that are drawn where no data is given
 
@@ -162,11 +162,12 @@ def _export(options: argparse.Namespace) -> int:
         raise ConfigurationError("nothing is to be written", because="a form is asked for by its option", remedy=remedy)
     _, *keywords = inspect.signature(fxq.board.with_camera).parameters
     colours = {name: value for name in keywords if (value := getattr(options, name)) is not None}
-    for name, others in NEEDED.items():
-        if getattr(options, name) and not any(getattr(options, other) for other in others):
-            what = f"--{name.replace('_', '-')} means nothing here"
-            remedy = f"give --{' or --'.join(others)}, or leave it out"
-            raise ConfigurationError(what, because=f"it is about --{' and --'.join(others)}", remedy=remedy)
+    given = {f"--{name.replace('_', '-')}" for name, value in vars(options).items() if value}
+    for names, others in NEEDED.items():
+        needing = [name for name in names.split() if name in given]
+        if needing and given.isdisjoint(others.split()):
+            because, remedy = f"it is about {others.replace(' ', ' and ')}", f"give {others.replace(' ', ' or ')}, or leave it out"
+            raise ConfigurationError(f"{needing[0]} means nothing here", because=because, remedy=remedy)
     integer = saved_model(options.file)
     for name, path in asked.items():
         print(writers[name](integer, path))

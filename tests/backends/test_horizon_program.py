@@ -203,12 +203,15 @@ def test_a_channel_shuffle_is_three_bare_moves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "nash-e"])
 def test_layers_of_sequences_are_layers_of_images(target: str, tmp_path: Path) -> None:
+    flat = Network(lambda s, x: F.max_pool1d(s.c(x).flatten(2), 2), c=nn.Conv2d(3, 4, 1)).eval()  # its operand is an image of its own
+    flat_pool = fxq.board.export_horizon(fxq.quantize(flat, [torch.randn(1, 3, 4, 4)], target).integer, tmp_path / "flat") / "model.onnx"
     integer = fxq.quantize(CAUSAL, [torch.randn(2, 8, 24)], target).integer
-    nodes = onnx.load(fxq.board.export_horizon(integer, tmp_path) / "model.onnx").graph.node
+    nodes = [*onnx.load(fxq.board.export_horizon(integer, tmp_path) / "model.onnx").graph.node]
     used = [node.op_type for node in nodes]
     assert not {"Squeeze", "Unsqueeze", "ToImage", "FromImage"} & set(used)
     inside = used[used.index("Conv") : len(used) - used[::-1].index("Conv")]
     assert not {"Reshape", "Transpose"} & set(inside)
+    nodes += onnx.load(flat_pool).graph.node
     assert {len(entry.ints) for node in nodes for entry in node.attribute if entry.name == "kernel_shape"} == {2}
 
 
