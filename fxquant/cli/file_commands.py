@@ -163,8 +163,8 @@ def _export(options: argparse.Namespace) -> int:
     _, *keywords = inspect.signature(fxq.board.with_camera).parameters
     colours = {name: value for name in keywords if (value := getattr(options, name)) is not None}
     given = {f"--{name.replace('_', '-')}" for name, value in vars(options).items() if value}
-    for names, others in NEEDED.items():
-        needing = [name for name in names.split() if name in given]
+    for dependent, others in NEEDED.items():
+        needing = [name for name in dependent.split() if name in given]
         if needing and given.isdisjoint(others.split()):
             because, remedy = f"it is about {others.replace(' ', ' and ')}", f"give {others.replace(' ', ' or ')}, or leave it out"
             raise ConfigurationError(f"{needing[0]} means nothing here", because=because, remedy=remedy)
