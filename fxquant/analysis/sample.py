@@ -25,18 +25,13 @@ Named = dict[str, Tensor]
 def batches_from(path: Path, model: fx.GraphModule, size: int) -> list[Any]:
     """Return the batches in a file of arrays that hold all samples, of `size` samples, or of as many as the model is fixed to.
 
+    Samples are along the dimension that is the batch of that input; where no size of the model varies, dimension 0.
+
     A model of one input takes the file's only array; otherwise arrays go by the names of the inputs, and those that
     numpy.savez numbered in their order. Raises ConfigurationError if the file cannot be read; nothing is unpickled.
     """
-    return batches_of(named(arrays_from(path), [str(node.target) for node in model.graph.find_nodes(op="placeholder")]), model, size)
-
-
-def batches_of(arrays: Named, model: fx.GraphModule, size: int) -> list[Any]:
-    """Return batches of `size` samples, or of as many as the model is fixed to, of the arrays that hold all samples of its inputs.
-
-    Samples are along the dimension that is the batch of that input; where no size of the model varies, dimension 0.
-    """
     inputs = model.graph.find_nodes(op="placeholder")
+    arrays = named(arrays_from(path), [str(node.target) for node in inputs])
     facts = {str(node.target): node_fact for node in inputs if isinstance(node_fact := fact(node), TensorFact) and node_fact.shape}
     axes = {name: entry.batch_axis for name, entry in facts.items()}
     if all(axis is None for axis in axes.values()):

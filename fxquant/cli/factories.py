@@ -201,7 +201,7 @@ def add_data(parser: argparse.ArgumentParser) -> None:
     add_rows(parser)
 
 
-def add_images(source: Any, purpose: str) -> None:
+def add_images(source: Any, purpose: str = "photographs as samples: files, and folders of photographs") -> None:
     """Add --images: photographs, and folders of photographs."""
     source.add_argument("--images", nargs="+", type=path, metavar="PATH", help=purpose)
 

@@ -13,9 +13,6 @@ MODEL = (
 )
 
 
-PHOTOGRAPHS = "photographs as samples: files, and folders of photographs"
-
-
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the model and its quantization."""
     parser.add_argument("model", metavar="MODULE:FACTORY | FILE.onnx", help=MODEL)
@@ -42,7 +39,7 @@ def add_quantize(commands: Any) -> None:
     add_model(quantize)
     source = quantize.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", type=path, metavar="PATH", help=f"samples to calibrate and to verify: {DATA}; or photographs")
-    add_images(source, PHOTOGRAPHS)
+    add_images(source)
     add_photographs(quantize)
     add_rows(quantize)
     accuracy = "dB that every output is to have, to the float model: 16 bits for as few tensors and weights as that takes"
@@ -74,7 +71,7 @@ def add_check(commands: Any) -> None:
     sizes = "sizes of a float32 input; once for each of forward's arguments; an ONNX file may hold them"
     source.add_argument("--shape", action="append", type=shape, metavar="N,C,…", help=sizes)
     source.add_argument("--data", type=path, metavar="PATH", help=f"samples, of which the first is the input: {DATA}; or photographs")
-    add_images(source, PHOTOGRAPHS)
+    add_images(source)
     add_photographs(check)
 
 

@@ -1,11 +1,9 @@
 """Photographs of a folder as samples, read and preprocessed as the model expects them: by its hub's own transform, or by options."""
 
 import argparse
-import functools
 import os
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.analysis.sample import Named, arguments_of, batches_of, samples_from, yuv_size
+from fxquant.analysis.sample import Named, arguments_of, samples_from, yuv_size
 from fxquant.cli.factories import positive, transform_of
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import inputs_of_file
@@ -63,18 +61,17 @@ class Preprocessing:
 
 def add_photographs(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how photographs in --data or --images become samples."""
-    about = "a model of timm, torchvision or hf has its own preprocessing, which these replace"
-    add = functools.partial(_add, parser.add_argument_group("photographs", about))
-    add("--size", "height and width of the model's input, in pixels (default: those of an ONNX file)", type=sizes, metavar="H[,W]")
+    group = parser.add_argument_group("photographs", "a model of timm, torchvision or hf has its own preprocessing, which these replace")
     shorter = "shorter side before the crop; 0: none is cropped; pad: gray margins, as of YOLO (default: --size / 0.875)"
-    add("--resize", shorter, type=lambda text: PAD if text == "pad" else int(text), metavar="N")
-    add("--mean", "subtracted from values from 0 to 1 (default: ImageNet's)", type=three, metavar="R,G,B")
-    add("--std", "what the difference is divided by (default: ImageNet's)", type=three, metavar="R,G,B")
-    add("--bgr", "channels in the order blue, green, red; --mean and --std are in that order, too", action="store_true")
-
-
-def _add(group: Any, name: str, purpose: str, **settings: Any) -> None:
-    group.add_argument(name, dest=f"photo_{name[2:]}", help=purpose, **settings)
+    options: dict[str, tuple[str, dict[str, Any]]] = {
+        "size": ("height and width of the model's input, in pixels (default: those of an ONNX file)", {"type": sizes, "metavar": "H[,W]"}),
+        "resize": (shorter, {"type": lambda text: PAD if text == "pad" else int(text), "metavar": "N"}),
+        "mean": ("subtracted from values from 0 to 1 (default: ImageNet's)", {"type": three, "metavar": "R,G,B"}),
+        "std": ("what the difference is divided by (default: ImageNet's)", {"type": three, "metavar": "R,G,B"}),
+        "bgr": ("channels in the order blue, green, red; --mean and --std are in that order, too", {"action": "store_true"}),
+    }
+    for name, (purpose, settings) in options.items():
+        group.add_argument(f"--{name}", dest=f"photo_{name}", help=purpose, **settings)
 
 
 def sizes(text: str) -> tuple[int, int]:
@@ -115,7 +112,7 @@ def samples_of(options: argparse.Namespace, model: nn.Module, most: int = MOST) 
 def photographs_in(options: argparse.Namespace) -> list[Path]:
     """Return the photographs that --images names, or that are in the folder --data. Raises ConfigurationError if --images has none."""
     paths = options.images or [options.data] * options.data.is_dir()
-    inside = [each for path in paths for each in (path.rglob("*") if path.is_dir() else ()) if each.suffix.lower() in SUFFIXES]
+    inside = [each for path in paths for each in path.rglob("*") if each.suffix.lower() in SUFFIXES]
     files = sorted([*inside, *(path for path in paths if not path.is_dir())])
     if options.images and not files:
         because, remedy = f"no file in them ends in {', '.join(SUFFIXES)}", "name photographs, or folders of them"
@@ -132,8 +129,7 @@ def camera_batches(options: argparse.Namespace, model: fx.GraphModule) -> list[A
         remedy = "export it with --camera and --train-type, and verify the camera.fxq of that folder; or give --data"
         raise ConfigurationError("--images mean nothing to this model", because=because, remedy=remedy)
     pixels = _read(photographs_in(options), Preprocessing(size, 0, (0.0,) * 3, (1 / 255,) * 3, False), MOST)
-    planes = rgb_to_nv12(pixels.round().to(torch.uint8))
-    return batches_of({str(image.target): Nv12ToYuv444(centred=True)(*planes)}, model, options.batch_size or 1)
+    return list(Nv12ToYuv444(centred=True)(*rgb_to_nv12(pixels.round().to(torch.uint8))).split(options.batch_size or 1))
 
 
 def preprocessing(options: argparse.Namespace, model: nn.Module, stated: bool) -> Callable[[Any], Tensor]:
@@ -141,7 +137,9 @@ def preprocessing(options: argparse.Namespace, model: nn.Module, stated: bool) -
     own = None if stated else transform_of(options.model, model)
     if own is not None:
         return own
-    size = options.photo_size or _size_of(model)
+    size = options.photo_size
+    for image in (inputs_of_file(model) or ()) if size is None else ():
+        size = (image.shape[2], image.shape[3]) if image.dim() == 4 else None
     if size is None:
         because = "photographs have sizes of their own, and the model does not say which one it takes"
         raise ConfigurationError("--size is needed", because=because, remedy="give --size, and --mean and --std as the model was trained")
@@ -150,14 +148,6 @@ def preprocessing(options: argparse.Namespace, model: nn.Module, stated: bool) -
         because = f"{resize} pixels are fewer than --size has"
         raise ConfigurationError("--resize is too small", because=because, remedy="give a larger one, or 0")
     return Preprocessing(size, resize, options.photo_mean or MEAN, options.photo_std or STD, options.photo_bgr)
-
-
-def _size_of(model: nn.Module) -> tuple[int, int] | None:
-    """Return the height and width of the images that an ONNX file takes; None if it does not say."""
-    with suppress(ConfigurationError):  # of sizes without a number
-        for image in inputs_of_file(model) or ():
-            return (image.shape[2], image.shape[3]) if image.dim() == 4 else None
-    return None
 
 
 def _read(files: list[Path], transform: Callable[[Any], Tensor], most: int) -> Tensor:

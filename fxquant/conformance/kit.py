@@ -205,7 +205,9 @@ def _samples(value: Tensor, entry: Mapping[str, Any]) -> Tensor:
     kind, turned = entry.get("type"), value.permute(0, 2, 3, 1) if value.dim() == 4 else value
     if kind == "nv12":
         return torch.stack([nv12_of(image[None]) for image in turned.round()])
-    value = (turned.round() + CENTRE).to(torch.uint8) if kind == "yuv444" else value if entry.get("layout") is None else turned
+    if kind not in (None, "float32"):
+        return (turned.round() + CENTRE).to(torch.uint8)
+    value = value if entry.get("layout") is None else turned
     return value if entry["shape"][:1] == [1] else value[None]
 
 

@@ -81,7 +81,11 @@ def example_inputs(module: nn.Module) -> tuple[Tensor, ...] | None:
     for name, _, sizes in declared or ():
         if None in sizes[1:]:
             because = f"the file has no numbers for all sizes of its input {name}: {', '.join(map(str, sizes)).replace('None', '?')}"
-            raise ConfigurationError("the model needs example inputs", because=because, remedy="pass example inputs, or batches")
+            raise ConfigurationError(
+                "the model needs example inputs",
+                because=because,
+                remedy="pass example inputs, or batches; --shape or --size at the command line",
+            )
     return None if declared is None else _drawn(declared, 0)
 
 
@@ -98,28 +102,28 @@ def _cut(graph: Any, names: Sequence[str]) -> list[str]:
     from onnx import ValueInfoProto
 
     produced = {name: node for node in graph.node for name in node.output}
-    heads = [each.name for each in _behind([each.name for each in graph.output], produced, _is_head) if _is_head(each, produced)]
+    ended = _behind(graph, [each.name for each in graph.output], lambda node: _is_head(node, produced))
+    heads = [node.name for node in ended if _is_head(node, produced)]
     ends = [node for node in graph.node if node.name in (names or heads)]
     if not ends or len(ends) < len(names):
         absent = ", ".join(sorted({*names} - {node.name for node in ends})) or "no convolution is before its outputs"
         remedy = f"name nodes of the file; its last convolutions are {', '.join(heads) or 'none'}"
         raise ConfigurationError("the ONNX model cannot be cut", because=f"there is no such node in it: {absent}", remedy=remedy)
-    needed = _behind([node.output[0] for node in ends], produced)
+    needed = _behind(graph, [node.output[0] for node in ends], lambda node: False)
     del graph.output[:], graph.node[:]
     graph.output.extend(ValueInfoProto(name=node.output[0]) for node in ends)
     graph.node.extend(needed)
     return [node.name for node in ends]
 
 
-def _behind(names: Sequence[str], produced: dict[str, Any], ends: Callable[..., bool] = lambda *_: False) -> list[Any]:
+def _behind(graph: Any, names: Sequence[str], ends: Callable[[Any], bool]) -> list[Any]:
     """Return the nodes that compute values, in the file's order; not the nodes before one that `ends` accepts."""
-    waiting, needed = list(names), set()
-    while waiting:
-        node = produced.get(waiting.pop())
-        if node is not None and node.output[0] not in needed:
-            needed.add(node.output[0])
-            waiting += [] if ends(node, produced) else node.input
-    return [node for name, node in produced.items() if name in needed]
+    wanted, needed = set(names), []
+    for node in reversed(graph.node):
+        if not wanted.isdisjoint(node.output):
+            needed.append(node)
+            wanted.update([] if ends(node) else node.input)
+    return needed[::-1]
 
 
 def _is_head(node: Any, produced: dict[str, Any]) -> bool:

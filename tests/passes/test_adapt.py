@@ -25,7 +25,6 @@ HOSTED = {
     *(("bayes", name, "number of operands that are broadcast") for name in ("add", "sub", "mul")),
 }  # fmt: skip
 MENDED = [row for row in ROWS if (row.operator or "*", row.measure) in REMEDIES and (row.family, row.operator, row.measure) not in HOSTED]
-MENDED = [row for row in MENDED if (row.family, row.operator) != ("bayes", "conv3d")]  # volumes run on the host
 
 
 def test_every_remedy_is_about_what_exists() -> None:
