@@ -64,14 +64,14 @@ def add_photographs(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("photographs", "a model of timm, torchvision or hf has its own preprocessing, which these replace")
     shorter = "shorter side before the crop; 0: none is cropped; pad: gray margins, as of YOLO (default: --size / 0.875)"
     options: dict[str, tuple[str, dict[str, Any]]] = {
-        "size": ("height and width of the model's input, in pixels (default: those of an ONNX file)", {"type": sizes, "metavar": "H[,W]"}),
-        "resize": (shorter, {"type": lambda text: PAD if text == "pad" else int(text), "metavar": "N"}),
-        "mean": ("subtracted from values from 0 to 1 (default: ImageNet's)", {"type": three, "metavar": "R,G,B"}),
-        "std": ("what the difference is divided by (default: ImageNet's)", {"type": three, "metavar": "R,G,B"}),
-        "bgr": ("channels in the order blue, green, red; --mean and --std are in that order, too", {"action": "store_true"}),
+        "--size": ("height and width of the model's input (default: those of an ONNX file)", {"type": sizes, "metavar": "H[,W]"}),
+        "--resize": (shorter, {"type": lambda text: PAD if text == "pad" else int(text), "metavar": "N"}),
+        "--mean": ("subtracted from values from 0 to 1 (default: ImageNet's)", {"type": three, "metavar": "R,G,B"}),
+        "--std": ("what the difference is divided by (default: ImageNet's)", {"type": three, "metavar": "R,G,B"}),
+        "--bgr": ("channels in the order blue, green, red; --mean and --std are in that order, too", {"action": "store_true"}),
     }
     for name, (purpose, settings) in options.items():
-        group.add_argument(f"--{name}", dest=f"photo_{name}", help=purpose, **settings)
+        group.add_argument(name, dest=f"photo_{name[2:]}", help=purpose, **settings)
 
 
 def sizes(text: str) -> tuple[int, int]:
@@ -123,7 +123,7 @@ def photographs_in(options: argparse.Namespace) -> list[Path]:
 def camera_batches(options: argparse.Namespace, model: fx.GraphModule) -> list[Any]:
     """Return the photographs in --images as batches of an integer model that takes YUV less 128, float32 (N, 3, H, W), through NV12."""
     image, *others = model.graph.find_nodes(op="placeholder")
-    size = None if others else yuv_size(model, image)
+    size = None if others or getattr(options, "camera", None) in ("rgb", "bgr") else yuv_size(model, image)
     if size is None:
         because = "photographs become NV12, and its input is not a camera's YUV less 128 of even sizes"
         remedy = "export it with --camera and --train-type, and verify the camera.fxq of that folder; or give --data"

@@ -139,7 +139,6 @@ BERNOULLI2: list[Limit] = [
     ("amax", "reduced dimension", lambda d: largest(dim=d, keepdim=True), 1, 2),
     ("amax", READERS, lambda n: read(lambda x: torch.amax(x, 1, True), lambda x, y: torch.sigmoid(y), n), 0, 1),
     ("pad", "padding mode", lambda mode: of(lambda x: F.pad(x, [1, 1, 1, 1], mode), image()), "constant", "replicate"),
-    ("pad", "padding mode", lambda mode: of(lambda x: F.pad(x, [1, 1, 1, 1], mode), image()), "constant", "circular"),
     ("exp", "elements, aligned", lambda c: of(torch.exp, image(c, 16, 16)), 32, 33),
     ("sigmoid", "elements, aligned", lambda w: built(nn.Sigmoid(), image(4, 16, w)), 128, 129),
     ("", "bounds", lambda high: built(nn.Hardtanh(0, high), image()), 6, 4),

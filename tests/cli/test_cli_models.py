@@ -267,7 +267,6 @@ def test_a_detectors_file_and_a_folder_of_pictures_become_a_model_of_a_camera(ca
         called(capsys, *usual, "--cut", "/stem", "--images", one), "there is no such node in it: /stem", "/boxes/Conv, /classes/Conv"
     )
     assert_refused(called(capsys, "quantize", "networks:Network", "--cut", "--images", one), "--cut means nothing here")
-    assert_refused(called(capsys, *usual, "--images", "photos/none"), "none cannot be read as an image")
 
 
 def test_photographs_that_cannot_be_samples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
