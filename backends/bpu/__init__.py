@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from fxquant.backends.bpu import limits as chips
+from fxquant.backends.bpu.limits import BAYES, BERNOULLI2, FLOAT16, NASH, PEAKS
 from fxquant.numerics.grids import FixedWidths, MeasuredWidths
 from fxquant.primitives.arithmetic import LAYER, PRODUCT, READ_ONCE, SUM, FixedArithmetic, RealArithmetic, ShiftedSums
-from fxquant.target import Limit, Roofline, Target
+from fxquant.target import Limit, Target
 
 _SHORT = FixedWidths(intermediate_bits=16, multiplier_bits=15, first_shift=True)
 WIDTHS = {
@@ -67,15 +67,13 @@ WEIGHTS = ("int4", "int8")
 WEIGHTS_16 = ("int4", "int8", "int16")
 
 
-def _fixed(
-    name: str, arithmetic: FixedArithmetic, dtypes: tuple[str, ...], limits: tuple[Limit, ...], roofline: Roofline, *aliases: str
-) -> Target:
-    words, row = f"BPU {name.capitalize()}: fixed-point requantization", {"limits": limits, "roofline": roofline, "aliases": aliases}
+def _fixed(name: str, arithmetic: FixedArithmetic, dtypes: tuple[str, ...], limits: tuple[Limit, ...], *aliases: str) -> Target:
+    words, row = f"BPU {name.capitalize()}: fixed-point requantization", {"limits": limits, "roofline": PEAKS[name], "aliases": aliases}
     return Target(name, words, arithmetic, dtypes, WEIGHTS, normalizes_items=False, compiler="hb_mapper", **row)  # type: ignore[arg-type]
 
 
-def _nash(name: str, roofline: Roofline, *aliases: str, float16: frozenset[str] = frozenset()) -> Target:
-    row: dict[str, Any] = {"limits": chips.NASH, "roofline": roofline, "aliases": aliases, "float16": float16, "compiler": "hb_compile"}
+def _nash(name: str, *aliases: str, float16: frozenset[str] = frozenset()) -> Target:
+    row: dict[str, Any] = {"limits": NASH, "roofline": PEAKS[name], "aliases": aliases, "float16": float16, "compiler": "hb_compile"}
     return Target(name, f"BPU {name.capitalize()}: float32 requantization", REAL, ACTIVATIONS_16, WEIGHTS_16, **row)
 
 
@@ -96,19 +94,19 @@ def _consistent(target: Target, level: int) -> Target:
     )
 
 
-NASH_E = _nash("nash-e", chips.JOURNEY_6E, "j6e", "s100", "rdk-s100", "nash-e-level0")
-NASH_M = _nash("nash-m", chips.JOURNEY_6M, "j6m", "s100p", "rdk-s100p", "nash-m-level0")
+NASH_E = _nash("nash-e", "j6e", "s100", "rdk-s100", "nash-e-level0")
+NASH_M = _nash("nash-m", "j6m", "s100p", "rdk-s100p", "nash-m-level0")
 SHIFTED = "BPU Bernoulli: power-of-two scales, requantization by shifting"
 
 TARGETS = (
-    Target("bernoulli", SHIFTED, SHIFT, ACTIVATIONS, WEIGHTS, aliases=("xj2",), roofline=chips.JOURNEY_2),
-    _fixed("bernoulli2", CHIP_8, ACTIVATIONS, chips.BERNOULLI2, chips.JOURNEY_3, "x3", "j3", "rdk-x3"),
-    _fixed("bayes", CHIP, ACTIVATIONS_16, chips.BAYES, chips.JOURNEY_5, "j5", "rdk-ultra"),
-    _fixed("bayes-e", CHIP, ACTIVATIONS_16, chips.BAYES, chips.RDK_X5, "x5", "rdk-x5"),
+    Target("bernoulli", SHIFTED, SHIFT, ACTIVATIONS, WEIGHTS, aliases=("xj2",), roofline=PEAKS["bernoulli"]),
+    _fixed("bernoulli2", CHIP_8, ACTIVATIONS, BERNOULLI2, "x3", "j3", "rdk-x3"),
+    _fixed("bayes", CHIP, ACTIVATIONS_16, BAYES, "j5", "rdk-ultra"),
+    _fixed("bayes-e", CHIP, ACTIVATIONS_16, BAYES, "x5", "rdk-x5"),
     NASH_E,
     NASH_M,
-    _nash("nash-b", chips.JOURNEY_6B, "j6b", "nash-b-lite", "nash-b-plus"),
-    _nash("nash-p", chips.JOURNEY_6P, "j6p", float16=chips.FLOAT16),
-    _nash("nash-h", chips.JOURNEY_6H, "j6h", float16=chips.FLOAT16),
+    _nash("nash-b", "j6b", "nash-b-lite", "nash-b-plus"),
+    _nash("nash-p", "j6p", float16=FLOAT16),
+    _nash("nash-h", "j6h", float16=FLOAT16),
     *(_consistent(target, level) for target in (NASH_E, NASH_M) for level in (1, 2)),
 )

@@ -24,14 +24,12 @@ from fxquant.numerics.grids import ACTIVATION_TYPES, FLOAT32_EPSILON, wraps
 from fxquant.ops import BY_NAME
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.table import SHIFTED, segments_of
-from fxquant.ops.layers.convolution import conv_transpose1d, conv_transpose2d
 from fxquant.prepared.sizes import at_example_sizes, unrolled
-from fxquant.primitives import PRIMITIVES, Role, role_of
+from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.elementwise import lookup
-from fxquant.primitives.pool import sum_pool
 from fxquant.primitives.quantization import dequantize
 from fxquant.support import logger
-from fxquant.support.arguments import FOLDER, POSITIVE, TEXT, checked, checked_class, choice, such
+from fxquant.support.arguments import FLAG, FOLDER, POSITIVE, TEXT, checked, checked_class, choice, such
 from fxquant.support.progress import working
 from fxquant.target import Target
 
@@ -42,7 +40,6 @@ from fxquant.target import Target
 # O0 to O2). Keys that these do not name are hb_mapper's.
 OUTPUT = "model_output"  # where the compiler writes, inside the folder
 README = "README.txt"
-TRANSPOSED = (conv_transpose1d, conv_transpose2d)
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ def check_camera(integer: fx.GraphModule, camera: str) -> None:
         raise ConfigurationError(
             f"the model cannot take {camera} from a camera",
             because=because,
-            remedy="pass fxq.board.with_camera(integer, 'rgb', mean=…, std=…), which takes YUV less 128; or leave out camera=",
+            remedy="pass fxq.board.with_camera(integer, 'rgb', …) (--train-type rgb at the command line), or leave out camera=",
         )
 
 
@@ -144,11 +141,12 @@ def nv12_of(image: Tensor) -> Tensor:
     chroma = planes[::HALF, ::HALF, 1:]
     if not torch.equal(chroma.repeat_interleave(HALF, 0).repeat_interleave(HALF, 1), planes[..., 1:]):
         because = "its U and V differ within two by two pixels, and NV12 has one of each for these four"
-        remedy = "pass images that fxq.nn.Nv12ToYuv444(centred=True) made of NV12"
+        remedy = "pass images that fxq.nn.Nv12ToYuv444(centred=True) made of NV12, or photographs as --images at the command line"
         raise ConfigurationError("a batch is not an NV12 image", because=because, remedy=remedy)
     return torch.cat([planes[..., 0], chroma.reshape(height // HALF, width)])
 
 
+COMPILER_KEYS = ("compile_mode", "optimize_level", "debug", "core_num", "jobs", "balance_factor", "max_time_per_fc")
 LAYERS, SCRIPT = "layers.json", "compile.sh"
 PLAIN = re.compile(r"[\w.+/-]+")  # names that the configuration can hold in quotes and in lists
 NAME = such("a name of letters, digits, _, . and -", TEXT.take, lambda name: bool(PLAIN.fullmatch(name)) and "/" not in name)
@@ -156,7 +154,10 @@ NAME = such("a name of letters, digits, _, . and -", TEXT.take, lambda name: boo
 
 @checked_class(
     optimize_level=choice("O0", "O1", "O2", "O3"),
-    compile_mode=choice("latency", "bandwidth"),
+    compile_mode=choice("latency", "bandwidth", "balance"),
+    balance_factor=such("a number from 0 to 100", int, lambda value: 0 <= value <= 100).or_none("the compiler's own"),
+    max_time_per_fc=POSITIVE.or_none("no limit"),
+    debug=FLAG,
     core_num=such("1 or 2", POSITIVE.take, lambda value: value <= 2),
     jobs=POSITIVE.or_none("the compiler's own number"),
     outputs=choice("float32", "integer"),
@@ -164,15 +165,22 @@ NAME = such("a name of letters, digits, _, . and -", TEXT.take, lambda name: boo
 )
 @dataclass(frozen=True, kw_only=True)
 class HorizonOptions:
-    """Options of `export_horizon`: four keys of the compiler's configuration, and the form of the program's outputs.
+    """Options of `export_horizon`: keys of the compiler's configuration, and the form of the program's inputs and outputs.
 
     optimize_level  "O0" to "O3"; hb_compile's highest level is O2, which it gets for O3
-    compile_mode    the goal of the optimization: "latency" or "bandwidth"
+    compile_mode    the goal of the optimization: "latency", "bandwidth" or "balance"
+    balance_factor  of "balance": from 0, bandwidth alone, to 100, latency alone
+    max_time_per_fc the microseconds after which a program of higher priority may interrupt it
+    debug           whether the program names its layers, for the vendor's profiler
     core_num        the number of the BPU's cores that one run uses: 1 or 2
     jobs            processes of the compiler
     outputs         "float32", or "integer": int8, int16 or int32 without the dequantization on the processor. layers.json then has the
                     dtype, the shape and the scales of each output: one, or one for each channel
     layout          "NHWC": outputs (N, C, H, W) are returned as (N, H, W, C)
+
+    Not here: input_batch, since boards and `verify` run one sample at a time; bt601_video, which is with_camera(…, swing="studio");
+    mean and scale, which are with_camera's; gray; channels last of float32 inputs; remove_node_type of Quantize, Transpose and Reshape:
+    images are not quantized on the processor, and `outputs` and `layout` cover the other end.
     """
 
     PUBLIC: ClassVar[str] = "fxq.board.HorizonOptions"
@@ -182,9 +190,12 @@ class HorizonOptions:
     jobs: int | None = None
     outputs: str = "float32"
     layout: str | None = None
+    balance_factor: int | None = None
+    max_time_per_fc: int | None = None
+    debug: bool = True
 
 
-@checked(folder=FOLDER, name=NAME, camera=choice("nv12", "yuv444").or_none("float32"))
+@checked(folder=FOLDER, name=NAME, camera=choice("nv12", "yuv444", "rgb", "bgr").or_none("float32"))
 @working("writing for the vendor's compiler")
 def export_horizon(
     integer: fx.GraphModule, folder: str | os.PathLike[str], name: str = "model", *, camera: str | None = None,
@@ -199,8 +210,8 @@ def export_horizon(
     The program that the compiler makes computes the integers of `integer`: `verify(integer, "model.bin", batches)` proves it on batches.
     Operators that stay in float are written as float operators, and run on the processor.
 
-    camera     the program's input in place of float32: "nv12" from the camera's pyramid, or "yuv444" from memory, each channel in 0…255.
-               `integer` must then be the result of `with_camera`: its only input is YUV minus 128, int8 with the scale 1
+    camera     the program's input in place of float32: "nv12" from the camera's pyramid, or "yuv444", "rgb" or "bgr" from memory, in 0…255.
+               `integer` must then be the result of `with_camera`: its only input is that minus 128, int8 with the scale 1
     input_names, output_names  names in the file; by default those of the graph
 
     For nash targets the file has opset 19 and `HzCalibration` nodes, and compile.sh calls hb_compile. These files follow public documents,
@@ -259,7 +270,6 @@ def refusals(integer: fx.GraphModule) -> list[ExportError]:
         try:
             _check_node(node)
             if integer.meta["target"].compiler == HB_MAPPER.compiler:
-                _check_rounded_once(node, qparams(node), operation(node))
                 _check_table(node, qparams(node), operation(node))
         except ExportError as error:
             errors.append(error)
@@ -273,6 +283,9 @@ def _configuration(integer: fx.GraphModule, model: Any, name: str, options: Hori
     march, inputs = integer.meta["target"].name, model.graph.input
     image, format = camera is not None, FORMATS[integer.meta["target"].compiler]
     level = min(options.optimize_level, format.highest)
+    if (options.compile_mode == "balance") != (options.balance_factor is not None):
+        because = "the compiler takes both or neither"
+        raise ConfigurationError("balance and balance_factor go together", because=because, remedy="give both, or leave both out")
     if level != options.optimize_level:
         logger.info("%s is replaced by %s, the highest level of %s", options.optimize_level, level, format.compiler)
     sections: dict[str, dict[str, Any]] = {
@@ -285,16 +298,13 @@ def _configuration(integer: fx.GraphModule, model: Any, name: str, options: Hori
             "input_shape": ["x".join(map(str, fixed_shape(info))) for info in inputs],
             "input_type_rt": [camera or "featuremap"] * len(inputs),
             "input_layout_rt": ["NHWC" if image else "NCHW"] * len(inputs),
-            "input_type_train": ["yuv444" if image else "featuremap"] * len(inputs),
+            "input_type_train": ["yuv444" if camera == "nv12" else camera or "featuremap"] * len(inputs),
             "input_layout_train": ["NCHW"] * len(inputs),
             "norm_type": ["data_mean" if image else "no_preprocess"] * len(inputs),
             "mean_value": f"{CENTRE} {CENTRE} {CENTRE}" if image else None,
         },
         "calibration_parameters": {"calibration_type": "load", "run_on_cpu": float_nodes(integer, model) or None},
-        "compiler_parameters": {
-            **{"compile_mode": options.compile_mode, "optimize_level": level, "debug": True},
-            **{"core_num": options.core_num, "jobs": options.jobs},
-        },
+        "compiler_parameters": {**{name: getattr(options, name) for name in COMPILER_KEYS}, "optimize_level": level},
     }
     lines = []
     for section, entries in sections.items():
@@ -364,21 +374,6 @@ def _check_node(node: fx.Node) -> None:
             remedy="let the range end at the clamp: calibrate by statistics, or set the scale with fxq.set_qparams(prepared, "
             f"{{{node.name!r}: …}}) before converting",
         )
-
-
-def _check_rounded_once(node: fx.Node, described: QParams | None, lowered: Operation | None) -> None:
-    """Raise ExportError for averages over sequences and int16 of transposed convolutions, which are rounded twice, and for volumes."""
-    role = role_of(node.target) if node.op == "call_function" and node.target in PRIMITIVES else None
-    because = "the vendor's compiler rounds it twice"
-    if role is Role.CONVOLUTION and len(fact(node).shape) == 5:
-        because, remedy = "its simulator computes other volumes", "use two-dimensional layers"
-    elif node.target is sum_pool and len(fact(node).shape) == 3:
-        remedy = "pool an image: F.avg_pool2d(x[..., None], (k, 1))[..., 0]"
-    elif lowered is not None and BY_NAME[lowered.name].function in TRANSPOSED and described is not None and described.dtype == "int16":
-        remedy = "give it 8 bits: set_module_name(…, fxq.QConfig(fxq.ActivationConfig('int8'))) in the qconfig mapping"
-    else:
-        return
-    raise ExportError(f"%{node.name} would have other values on the chip", node=node, because=because, remedy=remedy)
 
 
 def _check_table(node: fx.Node, described: QParams | None, lowered: Operation | None) -> None:

@@ -504,8 +504,8 @@ class Images:
     def _largest(self, node: onnx.NodeProto, first: str, result: str, attributes: dict[str, Any]) -> None:
         """Write the maxima of a sequence's windows as maxima of its image: the tool takes no dilations in one dimension."""
         if first not in self.image or self.image[first][2] != SEQUENCE:
-            first = self.tensor(first)
-            self._enter(first, self.sizes[first], f"{first}/image", SEQUENCE)
+            shape, first = self.sizes[first], self.tensor(first)
+            self._enter(first, shape, f"{first}/sequence", SEQUENCE)
         begin, end = attributes.pop("pads", (0, 0))
         attributes |= {name: [*attributes[name], 1] for name in ("kernel_shape", "strides", "dilations") if name in attributes}
         pooled = helper.make_node("MaxPool", [], [result], node.name, pads=[begin, 0, end, 0], **attributes)

@@ -21,6 +21,7 @@ from fxquant.ops.core.composite import DEQUANTIZE
 from fxquant.ops.core.record import operand_nodes
 from fxquant.ops.core.weighted import shape_of, sizes
 from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.elementwise.table import SHIFTED, UNARY, segments_of
 from fxquant.prepared.stage import quantized_operator, record_of
 from fxquant.primitives.accumulate import sides
 
@@ -169,6 +170,22 @@ def _bits_read(site: Site) -> list[int]:
     return sorted({bits for operand in operand_nodes(site.operator, {**site.arguments, "residual": None}) for bits in _bits(operand)})
 
 
+def _lacks_segments(site: Site) -> bool:
+    """Return whether it is a unary function, with what is added to its operand, that a chip computes at 8 bits alone."""
+    values = {name: value for name, value in site.arguments.items() if name != "input"}
+    if site.operator is not SHIFTED:
+        values = {"function": site.operator.name, "factor": 1, "offset": 0, "settings": values}
+    segments = segments_of(values["function"], values["factor"], values["offset"], tuple(values["settings"].items()))
+    return values["function"] in UNARY and (segments is None or min(_bits_read(site), default=0) <= 8)
+
+
+def _constant_patterns(site: Site) -> list[str]:
+    """Classify how each tensor of constants broadcasts to the result's rows: "equal", "NC11", "1111" or "other"."""
+    constants = [value for value in map(site.arguments.get, site.operator.operands) if isinstance(value, fx.Node) and is_parameter(value)]
+    rank = len(site.result)
+    return [_pattern((1, *((1,) * rank + (shape_of(each) or ()))[1 - rank :]), (1, *site.result[1:])) for each in constants]
+
+
 def _bits(node: fx.Node) -> list[int]:
     """Return the bits of a node's quantized result; none if it is in float."""
     spec = annotation(node) or qparams(node)
@@ -179,18 +196,17 @@ def _bits(node: fx.Node) -> list[int]:
 Measure = Callable[[Site], list[Any]]
 # By the names that a user reads: "its <name> is". Of channels and sizes, of every activation that an operator reads.
 MEASURES: dict[str, Measure] = {
-    "kernel": _kernel, "kernel in depth and height": lambda site: _kernel(site)[:-1], "kernel in width": lambda site: _kernel(site)[-1:],
+    "kernel": _kernel,
     "area of a global average": lambda site: (
         [math.prod(known(site.shape()[2:]))] if "output_size" in site.arguments and _pools_everything(site) else []
     ),
     "side of an averaged image": _averaged, "rank of an averaged image": lambda site: [len(site.result)] if _averaged(site) else [],
-    "stride": lambda site: site.spatial("stride"), "number of different strides": lambda site: [len(set(site.spatial("stride")))],
+    "stride": lambda site: site.spatial("stride"),
     "stride where it is dilated": lambda site: site.spatial("stride") if _dilated(site) else [],
     "stride with a residual added": lambda site: site.spatial("stride") if site.arguments.get("residual") is not None else [],
     "stride beyond the kernel": lambda site: _beyond(site.spatial("stride"), _kernel(site)),
     "dilation": lambda site: site.spatial("dilation"), "padding": lambda site: site.spatial("padding"),
     "padding beyond (kernel - 1) / 2": lambda site: _beyond(site.spatial("padding"), [(k - 1) // 2 for k in _kernel(site)]),
-    "padding beyond kernel / 2": lambda site: _beyond(site.spatial("padding"), [k // 2 for k in _kernel(site)]),
     "padding beyond kernel / stride": lambda site: _beyond(
         site.spatial("padding"), [Fraction(k, s) for k, s in zip(_kernel(site), site.spatial("stride"), strict=True)]
     ),
@@ -235,6 +251,14 @@ MEASURES: dict[str, Measure] = {
     "elements left over by windows of one size": lambda site: [
         size % max(1, windows) for size, windows in zip(known(site.shape()[2:]), known(site.result[2:]), strict=False)
     ],
+    "bits of a function without segments": lambda site: sorted({*_bits_read(site), *_bits(site.node)}) if _lacks_segments(site) else [],
+    "number added to its operand": lambda site: [site.arguments["offset"]] if _lacks_segments(site) else [],
+    "number of steps": lambda site: [len(site.arguments["steps"])],
+    "bounds that do not begin at 0": lambda site: [bounds for bounds in _bounds(site) if bounds[0] != 0],
+    "broadcasting of a constant operand": _constant_patterns,
+    "number of lists of indices": lambda site: [sum(isinstance(each, list | fx.Node) for each in site.arguments["index"])],
+    "number of outputs": lambda site: [len(site.node.users) - len(_inner_readers(site))],
+    "reduced dimension besides those of an averaged image": lambda site: [] if _averaged(site) else _reduced(site),
     "bits of the result where it is dilated": lambda site: _bits(site.node) if _dilated(site) else [],
 }  # fmt: skip
 

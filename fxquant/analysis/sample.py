@@ -150,11 +150,18 @@ def _drawn(model: fx.GraphModule, node: fx.Node, size: int, generator: torch.Gen
     shape = node_fact.at(size)
     if node_fact.dtype.is_floating_point:
         drawn = (_normal(shape, generator) * (_input_range(model, node) / 2)).to(node_fact.dtype)
-        steps = [grid.scale for user in node.users if (grid := grid_of(model, user)) is not None]
-        if 1.0 in steps and len(shape) == 4 and shape[1] == 3 and not any(size % 2 for size in shape[2:]):  # YUV less 128, also as NV12
+        if yuv_size(model, node):
             drawn[:, 1:] = drawn[:, 1:, ::2, ::2].repeat_interleave(2, 2).repeat_interleave(2, 3)
         return drawn
     return torch.randint(0, 2, shape, generator=generator, device="cpu").to(node_fact.dtype)
+
+
+def yuv_size(model: fx.GraphModule, node: fx.Node) -> tuple[int, int] | None:
+    """Return the height and width of an input that is YUV less 128, (N, 3, H, W) of even sizes on the scale 1; None of any other."""
+    shape = node_fact.at(1) if isinstance(node_fact := fact(node), TensorFact) else ()
+    steps = [grid.scale for user in node.users if (grid := grid_of(model, user)) is not None]
+    is_yuv = 1.0 in steps and len(shape) == 4 and shape[1] == 3 and not any(size % 2 for size in shape[2:])
+    return (shape[2], shape[3]) if is_yuv else None
 
 
 def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import nn
 from torch.export import Dim
 
 from fxquant.errors import ConfigurationError
-from fxquant.frontend import float_model
+from fxquant.frontend import CUT, read_onnx
 from fxquant.support.progress import working
 
 FORM = "package.module:factory"
@@ -71,16 +71,22 @@ def transform_of(name: str, model: nn.Module) -> Callable[[Any], Any] | None:
         return HUBS[source].transform(package, rest, model)
 
 
-def model_named(name: str) -> nn.Module:
+def model_named(name: str, cut: Sequence[str] | None = None) -> nn.Module:
     """Return the model of a name like package.module:factory?key=value, or of the path of an ONNX file, in eval mode.
 
     Modules are imported from the current folder, too. The factory is a class of modules or a function, which is called with the keywords
     behind the question mark, or a module. The model of a hub is pretrained, unless `timm:NAME?pretrained=False` or
     `torchvision:NAME?weights=None` says otherwise.
+    An ONNX file returns the results of the nodes in `cut`, of its last convolutions if that is empty.
     Raises ConfigurationError, with the line of the user's code, if it cannot be imported, raises, or returns something else.
     """
     if name.endswith(".onnx"):
-        return float_model(name)
+        read = read_onnx(name, cut)
+        print(*(f"output {index}: {node}" for index, node in enumerate(read.meta[CUT])), sep="\n", end="\n" * bool(read.meta[CUT]))
+        return read
+    if cut is not None:
+        because, remedy = f"{name} does not end in .onnx", "return in forward what the program is to return"
+        raise ConfigurationError("--cut means nothing here", because=because, remedy=remedy)
     named, _, query = name.partition("?")
     module, colon, path = named.partition(":")
     settings = _settings(name, query)
@@ -188,9 +194,16 @@ def command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], 
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
-    """Add --data, which may be left out, and --batch-size."""
-    parser.add_argument("--data", type=path, metavar="FILE", help=f"inputs: {DATA} (default: random ones)")
+    """Add --data and --images, which may be left out, and --batch-size."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--data", type=path, metavar="FILE", help=f"inputs: {DATA} (default: random ones)")
+    add_images(source, "photographs for a model that takes a camera's images, which are made NV12: files and folders")
     add_rows(parser)
+
+
+def add_images(source: Any, purpose: str = "photographs as samples: files, and folders of photographs") -> None:
+    """Add --images: photographs, and folders of photographs."""
+    source.add_argument("--images", nargs="+", type=path, metavar="PATH", help=purpose)
 
 
 def add_rows(parser: argparse.ArgumentParser) -> None:

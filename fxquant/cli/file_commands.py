@@ -7,18 +7,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fxquant.cli.factories import DATA, FILE, add_data, add_form, add_runtime, command, path, positive
+from fxquant.cli.factories import DATA, FILE, add_data, add_form, add_images, add_runtime, command, path, positive
+from fxquant.cli.photographs import camera_batches
 from fxquant.errors import ConfigurationError, Interrupted
 
+NEEDED = {  # by options of `export`: those of which each needs one
+    "--option --camera --compile --board": "--to",
+    "--train-type --mean --std": "--camera",
+    "--data --images": "--board",
+    "--output-names": "--onnx --to",
+}
+FLAGS = {"True": True, "False": False}
 RANDOM_SIZES = (4, 1)  # of the batches that are drawn where no data is given
 
 
 def _batches(options: argparse.Namespace, model: Any) -> list[Any]:
-    """Return the batches of --data, or random ones, which is said."""
+    """Return the batches of --data or --images, or random ones, which is said."""
     from fxquant.analysis.sample import batches_from, random_batches
 
     if options.data is not None:
         return batches_from(options.data, model, options.batch_size or 1)
+    if options.images:
+        return camera_batches(options, model)
     print(f"no --data: {len(RANDOM_SIZES)} random batches, which fill the range of every input")
     return random_batches(model, RANDOM_SIZES)
 
@@ -123,7 +133,7 @@ def add_export(commands: Any) -> None:
     fields = "optimize_level O2, outputs integer, layout NHWC, core_num 2, jobs 4, …; may be given several times"
     field = f"a field of fxq.board.HorizonOptions: {fields}"
     export.add_argument("--option", action="append", nargs=2, metavar=("NAME", "VALUE"), help=field)
-    export.add_argument("--camera", choices=("nv12", "yuv444"), help="let the program of --to take images of a camera")
+    export.add_argument("--camera", choices=("nv12", "yuv444", "rgb", "bgr"), help="let the program of --to take images of a camera")
     export.add_argument("--train-type", metavar="ORDER", help="rgb or bgr: the model's channels, to which camera.fxq converts")
     export.add_argument("--mean", nargs=3, type=float, metavar=("R", "G", "B"), help="its mean of images of 0 to 255 (default: 0 0 0)")
     export.add_argument("--std", nargs=3, type=float, metavar=("R", "G", "B"), help="its divisors (default: 1 1 1)")
@@ -131,11 +141,12 @@ def add_export(commands: Any) -> None:
     export.add_argument("--compile", action="store_true", help="compile the folder of --to, too, which needs the vendor's tool")
     export.add_argument("--board", type=path, metavar="FOLDER", help="compile, and write what runs the program on a board and checks it")
     export.add_argument("--data", type=path, metavar="FILE", help=f"inputs for --board: {DATA} (default: random ones)")
+    add_images(export, "photographs for --board, which are made NV12 for the program of --camera: files and folders")
 
 
 def _export(options: argparse.Namespace) -> int:
     import fxquant as fxq
-    from fxquant.prepared.batches import model_inputs
+    from fxquant.conformance.kit import check_batches
     from fxquant.reporting.forms import saved_model
 
     names = {"output_names": options.output_names}
@@ -150,27 +161,23 @@ def _export(options: argparse.Namespace) -> int:
         remedy = f"give one of --{', --'.join(writers)} or --to horizon"
         raise ConfigurationError("nothing is to be written", because="a form is asked for by its option", remedy=remedy)
     _, *keywords = inspect.signature(fxq.board.with_camera).parameters
-    colours = {name: value for name in keywords if (value := getattr(options, name)) is not None}
-    unused = [name for name in (*colours, "option", "camera", "compile", "board") if getattr(options, name)]
-    if unused and options.to is None:
-        what = f"--{unused[0].replace('_', '-')} means nothing here"
-        raise ConfigurationError(what, because="it is about the folder of --to", remedy="give --to horizon")
-    if options.output_names and options.onnx is None and options.to is None:
-        raise ConfigurationError("--output-names means nothing here", because="it is about --onnx and --to", remedy="give one of them")
-    if colours and options.camera is None:
-        because = "it is about images of a camera, and without --camera the program takes float32 in place of them"
-        raise ConfigurationError(
-            f"--{next(iter(colours)).replace('_', '-')} means nothing here", because=because, remedy="give --camera nv12"
-        )
+    colours = {name: value for name in keywords if (value := getattr(options, name, None)) is not None}
+    stated = {f"--{name.replace('_', '-')}" for name, value in vars(options).items() if value}
+    for dependent, others in NEEDED.items():
+        needing = [name for name in dependent.split() if name in stated]
+        if needing and stated.isdisjoint(others.split()):
+            because, remedy = f"it is about {others.replace(' ', ' and ')}", f"give {others.replace(' ', ' or ')}, or leave it out"
+            raise ConfigurationError(f"{needing[0]} means nothing here", because=because, remedy=remedy)
     integer = saved_model(options.file)
     for name, path in asked.items():
         print(writers[name](integer, path))
     if options.to is not None:
+        if colours and options.camera in ("rgb", "bgr"):
+            colours["swing"] = options.camera
         model = fxq.board.with_camera(integer, **colours) if colours else integer
-        fields: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in options.option or ()}
+        fields: dict[str, Any] = {name: int(text) if text.isdecimal() else FLAGS.get(text, text) for name, text in options.option or ()}
         batches = _batches(options, model) if options.board else []
-        for index, batch in enumerate(batches):  # before minutes of compiling
-            model_inputs(model, batch, index)
+        check_batches(model, batches, options.camera)  # before minutes of compiling
         output = fxq.board.export_horizon(model, options.out, camera=options.camera, options=fxq.board.HorizonOptions(**fields), **names)
         if colours:
             print(fxq.save(model, output / "camera.fxq"))

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from fxquant.cli.factories import DATA, HUB_FORMS, add_dynamic, add_form, add_rows, command, path, positive, shape
+from fxquant.cli.factories import DATA, HUB_FORMS, add_dynamic, add_form, add_images, add_rows, command, path, positive, shape
 from fxquant.cli.photographs import add_photographs
 from fxquant.errors import ConfigurationError
 
@@ -20,6 +20,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", "--march", default="bayes-e", metavar="NAME", help=target)
     parser.add_argument("--qconfig", type=path, metavar="FILE", help="rules of precision by name and type, as fxq.save_qconfig writes them")
     parser.add_argument("--adapt", action="store_true", help="rewrite operators that exceed a limit of the target")
+    cut = "nodes of an ONNX file that are its outputs; without names its last convolutions, which a detector's decoding reads"
+    parser.add_argument("--cut", nargs="*", metavar="NODE", help=cut)
     add_dynamic(parser)
 
 
@@ -35,9 +37,9 @@ def add_quantize(commands: Any) -> None:
         "Nothing is written before all of that is done. The exit status is 0 if not one bit differs, and 1 if one does.",
     )
     add_model(quantize)
-    quantize.add_argument(
-        "--data", type=path, required=True, metavar="PATH", help=f"samples to calibrate and to verify: {DATA}; or photographs"
-    )
+    source = quantize.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", type=path, metavar="PATH", help=f"samples to calibrate and to verify: {DATA}; or photographs")
+    add_images(source)
     add_photographs(quantize)
     add_rows(quantize)
     accuracy = "dB that every output is to have, to the float model: 16 bits for as few tensors and weights as that takes"
@@ -69,6 +71,7 @@ def add_check(commands: Any) -> None:
     sizes = "sizes of a float32 input; once for each of forward's arguments; an ONNX file may hold them"
     source.add_argument("--shape", action="append", type=shape, metavar="N,C,…", help=sizes)
     source.add_argument("--data", type=path, metavar="PATH", help=f"samples, of which the first is the input: {DATA}; or photographs")
+    add_images(source)
     add_photographs(check)
 
 
@@ -80,9 +83,9 @@ def _check(options: argparse.Namespace) -> int:
     from fxquant.frontend import inputs_of_file
 
     mapping = None if options.qconfig is None else fxq.load_qconfig(options.qconfig)
-    model = model_named(options.model)
+    model = model_named(options.model, options.cut)
     example: Any = random_example(options.shape) if options.shape else inputs_of_file(model)
-    if options.data:
+    if options.data or options.images:
         example = {name: array[:1] for name, array in samples_of(options, model, most=1).items()}
     if example is None:
         because = "what forward computes is traced on inputs of these sizes, and only ONNX files have them"

@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     if options.horizon:
         check_horizon(options.target)
     mapping = None if options.qconfig is None else fxq.load_qconfig(options.qconfig)
-    model = model_named(options.model)
+    model = model_named(options.model, options.cut)
     samples = samples_of(options, model)
     calibration, held_out = _split(samples, options)
     varying = dynamic_shapes(options.dynamic, model, samples)
@@ -163,7 +163,7 @@ def _split(samples: Samples, options: argparse.Namespace) -> tuple[Samples, Samp
     if held_out >= count:
         because = f"there are {count}, of which {held_out} would be held back to verify the file"
         remedy = f"give {held_out + 1} or more; calibration needs some hundred"
-        raise ConfigurationError(f"{options.data} holds too few samples", because=because, remedy=remedy)
+        raise ConfigurationError(f"{options.data or '--images'} holds too few samples", because=because, remedy=remedy)
     return {name: array[:-held_out] for name, array in samples.items()}, {name: array[-held_out:] for name, array in samples.items()}
 
 

@@ -192,12 +192,22 @@ def board_kit(folder: str | os.PathLike[str], integer: fx.GraphModule, compiled:
     return Path(folder)
 
 
+def check_batches(integer: fx.GraphModule, batches: Iterable[Any], camera: str | None) -> None:
+    """Raise CalibrationError or ConfigurationError for a batch that the program of an integer model cannot take."""
+    form = GraphForm(integer)
+    for index, batch in enumerate(batches):
+        for value in form.inputs(batch, index):
+            _samples(value, {"type": camera, "shape": [1]})
+
+
 def _samples(value: Tensor, entry: Mapping[str, Any]) -> Tensor:
     """Return an input or output (N, …) in the program's form; (1, …) for one without a batch."""
     kind, turned = entry.get("type"), value.permute(0, 2, 3, 1) if value.dim() == 4 else value
     if kind == "nv12":
         return torch.stack([nv12_of(image[None]) for image in turned.round()])
-    value = (turned.round() + CENTRE).to(torch.uint8) if kind == "yuv444" else value if entry.get("layout") is None else turned
+    if kind not in (None, "float32"):
+        return (turned.round() + CENTRE).to(torch.uint8)
+    value = value if entry.get("layout") is None else turned
     return value if entry["shape"][:1] == [1] else value[None]
 
 

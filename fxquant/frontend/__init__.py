@@ -25,7 +25,7 @@ from fxquant.frontend.entry import LOST_GRADIENTS, float_model, is_traced, lost_
 from fxquant.frontend.environment import with_backward_hooks
 from fxquant.frontend.handler import Handler, default_leaf, leaf_rule
 from fxquant.frontend.inputs import ExampleInputs, InputCheck, VaryingSize, bind_inputs, note_sizes
-from fxquant.frontend.onnx_files import FloatModel
+from fxquant.frontend.onnx_files import CUT, FloatModel, read_onnx
 from fxquant.frontend.onnx_files import example_inputs as inputs_of_file
 from fxquant.frontend.opaque import wrap
 from fxquant.frontend.result import (
@@ -52,8 +52,8 @@ from fxquant.support.progress import working
 _TraceAt = Callable[..., Handler]  # `record` of one model: inputs and settings
 
 __all__ = [
-    "FloatModel", "InputCheck", "assumptions", "attach_call_hooks", "default_leaf", "float_model", "inputs_of_file", "is_traced",
-    "moved_by_forward", "note_fixed", "random_by_forward", "trace", "untrained_here", "wrap",
+    "CUT", "FloatModel", "InputCheck", "assumptions", "attach_call_hooks", "default_leaf", "float_model", "inputs_of_file", "is_traced",
+    "moved_by_forward", "note_fixed", "random_by_forward", "read_onnx", "trace", "untrained_here", "wrap",
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 FloatModel: TypeAlias = "nn.Module | torch.export.ExportedProgram | str | os.PathLike[str] | onnx.ModelProto"  # what is quantized
 _INPUTS = "fxquant.onnx_inputs"  # in `meta` of a module that was read: name, dtype and sizes of each input, None for a size without number
+CUT = "fxquant.onnx_cut"  # in the same `meta`: the names of the nodes that became its outputs
 _QUANTIZED = re.compile("DynamicQuantizeLinear|QLinear|Integer$|QGemm|QAttention|MatMulNBits")
 _BATCH = 2  # of example inputs, where the file has a name in place of the number
 
@@ -45,8 +46,11 @@ def is_onnx(model: Any) -> bool:
     return onnx is not None and isinstance(model, onnx.ModelProto)
 
 
-def read_onnx(model: Any) -> fx.GraphModule:
-    """Return the module of a float ONNX file, in eval mode. Raises ConfigurationError for what cannot be read, with the node's name."""
+def read_onnx(model: Any, outputs: Sequence[str] | None = None) -> fx.GraphModule:
+    """Return the module of a float ONNX file, in eval mode. Raises ConfigurationError for what cannot be read, with the node's name.
+
+    `outputs` names nodes of the file whose results the module returns in place of the file's outputs; none: the last convolutions.
+    """
     import onnx
     from onnx import inliner
 
@@ -61,8 +65,11 @@ def read_onnx(model: Any) -> fx.GraphModule:
         because, remedy = f"fxquant wrote it in style {style!r}, of integer operators", "give the float model, or a file in style 'qdq'"
         raise ConfigurationError(f"{path or 'the ONNX model'} is quantized already", because=because, remedy=remedy)
     proto = inliner.inline_local_functions(proto) if len(proto.functions) else proto
+    ends = [] if outputs is None else _cut(proto.graph, outputs)
     opset = next((each.version for each in proto.opset_import if each.domain in ("", "ai.onnx")), 1)
-    return _Reader("the ONNX model" if path is None else os.path.basename(path), opset).module(proto.graph)
+    module = _Reader("the ONNX model" if path is None else os.path.basename(path), opset).module(proto.graph)
+    module.meta[CUT] = ends
+    return module
 
 
 def example_inputs(module: nn.Module) -> tuple[Tensor, ...] | None:
@@ -74,7 +81,11 @@ def example_inputs(module: nn.Module) -> tuple[Tensor, ...] | None:
     for name, _, sizes in declared or ():
         if None in sizes[1:]:
             because = f"the file has no numbers for all sizes of its input {name}: {', '.join(map(str, sizes)).replace('None', '?')}"
-            raise ConfigurationError("the model needs example inputs", because=because, remedy="pass example inputs, or batches")
+            raise ConfigurationError(
+                "the model needs example inputs",
+                because=because,
+                remedy="pass example inputs, or batches; --shape or --size at the command line",
+            )
     return None if declared is None else _drawn(declared, 0)
 
 
@@ -83,6 +94,44 @@ def _drawn(declared: list[tuple[str, torch.dtype, list[int | None]]], seed: int)
     generator = torch.Generator().manual_seed(seed)
     normal = [(dtype, torch.randn([size or _BATCH for size in sizes], generator=generator)) for _, dtype, sizes in declared]
     return tuple((drawn if dtype.is_floating_point else drawn > 0).to(dtype) for dtype, drawn in normal)
+
+
+# ---- a part of a file --------------------------------------------------------------------------------------------------------
+def _cut(graph: Any, names: Sequence[str]) -> list[str]:
+    """Let the results of the named nodes be the outputs of a file's graph, and return their names; by default, the last convolutions."""
+    from onnx import ValueInfoProto
+
+    produced = {name: node for node in graph.node for name in node.output}
+    ended = _behind(graph, [each.name for each in graph.output], lambda node: _is_head(node, produced))
+    heads = [node.name for node in ended if _is_head(node, produced)]
+    ends = [node for node in graph.node if node.name in (names or heads)]
+    if not ends or len(ends) < len(names):
+        absent = ", ".join(sorted({*names} - {node.name for node in ends})) or "no convolution is before its outputs"
+        remedy = f"name nodes of the file; its last convolutions are {', '.join(heads) or 'none'}"
+        raise ConfigurationError("the ONNX model cannot be cut", because=f"there is no such node in it: {absent}", remedy=remedy)
+    needed = _behind(graph, [node.output[0] for node in ends], lambda node: False)
+    del graph.output[:], graph.node[:]
+    graph.output.extend(ValueInfoProto(name=node.output[0]) for node in ends)
+    graph.node.extend(needed)
+    return [node.name for node in ends]
+
+
+def _behind(graph: Any, names: Sequence[str], ends: Callable[[Any], bool]) -> list[Any]:
+    """Return the nodes that compute values, in the file's order; not the nodes before one that `ends` accepts."""
+    wanted, needed = set(names), []
+    for node in reversed(graph.node):
+        if not wanted.isdisjoint(node.output):
+            needed.append(node)
+            wanted.update([] if ends(node) else node.input)
+    return needed[::-1]
+
+
+def _is_head(node: Any, produced: dict[str, Any]) -> bool:
+    """Return whether a node is a convolution of features: not of a softmax, as the mean of a YOLO's distances is."""
+    operand = produced.get(node.input[0]) if node.op_type == "Conv" else None
+    while operand is not None and operand.op_type in ("Reshape", "Transpose"):
+        operand = produced.get(operand.input[0])
+    return node.op_type == "Conv" and (operand is None or operand.op_type != "Softmax")
 
 
 @dataclass

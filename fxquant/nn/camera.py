@@ -31,6 +31,8 @@ from fxquant.support.arguments import checked, choice, such
 # ITU-R BT.601, full swing: Y in 0…255, U and V around 128.
 FULL = ((0.299, 0.587, 0.114), (-0.168736, -0.331264, 0.5), (0.5, -0.418688, -0.081312))
 STUDIO = ((0.256788, 0.504129, 0.097906), (-0.148223, -0.290993, 0.439216), (0.439216, -0.367788, -0.071427))  # Y in 16…235
+RGB, BGR = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)), ((0.0, 0.0, 1.0), (0.0, 1.0, 0.0), (1.0, 0.0, 0.0))
+SPACES = {"full": (FULL, (0.0, 128.0, 128.0)), "studio": (STUDIO, (16.0, 128.0, 128.0)), "rgb": (RGB, (0.0,) * 3), "bgr": (BGR, (0.0,) * 3)}
 
 
 class _Product(nn.Module):
@@ -47,17 +49,16 @@ class _Product(nn.Module):
 class RgbToYuv444(_Product):
     """(N, 3, H, W) in 0…255, red first, to Y, U, V by ITU-R BT.601.
 
-    swing     "full" (Y in 0…255) or "studio" (Y in 16…235, U and V in 16…240)
+    swing     "full" (Y in 0…255) or "studio" (Y in 16…235, U and V in 16…240); "rgb" and "bgr" keep the colours, in that order
     centred   whether 128 is subtracted from every channel, as the image inputs of the BPU targets require
     """
 
     def __init__(self, swing: str = "full", centred: bool = False) -> None:
         super().__init__()
-        if swing not in ("full", "studio"):
-            raise ValueError(f"swing is 'full' or 'studio', not {swing!r}")
+        if swing not in SPACES:
+            raise ValueError(f"swing is 'full', 'studio', 'rgb' or 'bgr', not {swing!r}")
         self.swing, self.centred = swing, centred
-        matrix = torch.tensor(FULL if swing == "full" else STUDIO)
-        offset = torch.tensor([0.0 if swing == "full" else 16.0, 128.0, 128.0])
+        matrix, offset = map(torch.tensor, SPACES[swing])
         placed = torch.empty_like(matrix)
         placed[:, list(self.order)] = matrix
         self.register_buffer("weight", placed.reshape(3, 3, 1, 1))
@@ -179,10 +180,11 @@ COLOURS = such(
 DIVISORS = such("positive numbers of red, green and blue", COLOURS.take, lambda values: min(values) > 0)
 
 
-@checked(train_type=choice("rgb", "bgr"), mean=COLOURS, std=DIVISORS)
+@checked(train_type=choice("rgb", "bgr"), swing=choice(*SPACES), mean=COLOURS, std=DIVISORS)
 def with_camera(
-    integer: fx.GraphModule, train_type: str = "rgb", *, mean: Sequence[float] = (0.0, 0.0, 0.0), std: Sequence[float] = (1.0, 1.0, 1.0)
-) -> fx.GraphModule:
+    integer: fx.GraphModule, train_type: str = "rgb", *, mean: Sequence[float] = (0.0, 0.0, 0.0), std: Sequence[float] = (1.0, 1.0, 1.0),
+    swing: str = "full",
+) -> fx.GraphModule:  # fmt: skip
     """Return an integer model with the conversion of colours in front, as `export_horizon(…, camera=…)` takes it.
 
     Its input is YUV minus 128, float32 (N, 3, H, W), in place of the normalized image that `integer` takes. A convolution of kernel 1,
@@ -191,6 +193,7 @@ def with_camera(
 
     train_type  the order of the channels that the model was trained with: "rgb" or "bgr"
     mean, std   it was trained with (image - mean) / std: numbers of 0…255 for each of red, green and blue, also for "bgr"
+    swing       of the images: "full" or "studio" for YUV, or "rgb" or "bgr" for colours, with the same word as `camera` of the export
 
     Raises ConfigurationError unless the model's only input is an image (N, 3, H, W) that it quantizes once, to int8.
     """
@@ -207,7 +210,7 @@ def with_camera(
             remedy="put fxq.nn.YuvToRgb(centred=True, …) in front of the model's image before it is prepared",
         )
     layer, graph = nn.Conv2d(3, 3, 1), fx.Graph()
-    layer.load_state_dict({"rgb": YuvToRgb, "bgr": YuvToBgr}[train_type]("full", True, mean, std).state_dict())
+    layer.load_state_dict({"rgb": YuvToRgb, "bgr": YuvToBgr}[train_type](swing, True, mean, std).state_dict())
     graph.output(graph.call_module(first.name, (graph.placeholder(f"{first.name}_yuv"),)))
     qconfig = QConfig(ActivationConfig("int8", scale=float(grid.scale)), input=ActivationConfig("int8", scale=1.0))  # type: ignore[arg-type]
     model = fx.GraphModule({first.name: layer}, graph).eval()

@@ -25,7 +25,6 @@ from fxquant.remedies.rewriting import Rewriting, even, remedy
 
 PLAIN = "conv1d conv2d conv3d"
 REVERSED = "conv_transpose1d conv_transpose2d conv_transpose3d"
-KERNELS = ("kernel", "kernel in depth and height", "kernel in width")
 INPUTS = ("channels", "channels of a kernel without groups", "weights for one output channel")
 
 
@@ -54,7 +53,7 @@ def undilated(b: Rewriting) -> fx.Node | None:
     return b.again(**{**attributes, "weight": wide, "dilation": [1] * len(attributes["dilation"])})
 
 
-@remedy("split by kernel", PLAIN, *KERNELS)
+@remedy("split by kernel", PLAIN, "kernel")
 def kernel_tiles(b: Rewriting) -> fx.Node | None:
     """Split the kernel into tiles, each over the elements that it covers."""
     return _tiles(b, b.most)

@@ -67,7 +67,7 @@ def average_in_steps(b: Rewriting) -> fx.Node | None:
     divisors = [[d for d in range(1, most + 1) if math.gcd(k, s) % d == 0] for k, s in zip(kernel, steps, strict=True)]
     first = [max(some, default=1) if k > most else 1 for k, some in zip(kernel, divisors, strict=True)]
     if math.prod(first) == 1 and (not b.adapts or b.operator.function is mean):
-        return None
+        return as_pooling(b) if b.adapts else None
     if math.prod(first) == 1:
         return _whole_in_parts(b) if list(b.shape[2:]) == kernel else _as_depthwise(b, kernel, stride, padding)
     operand = b.input
@@ -108,7 +108,9 @@ def counted_after(b: Rewriting) -> fx.Node | None:
     kernel, stride, padding = window(b)
     counts = window_divisor(b.shape, {"count_include_pad": False}, kernel, stride, padding, padding)
     inner = b(avg_pool2d, b.input, kernel, stride, padding)
-    return b(mul, inner, b.constant(math.prod(kernel) / counts.reshape(1, 1, *counts.shape)), clamp=b.clamp)
+    shares = math.prod(kernel) / counts
+    channels = b.shape[1] if isinstance(b.shape[1], int) else 1  # a number for each element: tools multiply a channel's alone in float
+    return b(mul, inner, b.constant(shares.expand(1, channels, *shares.shape).contiguous()), clamp=b.clamp)
 
 
 @remedy("as a pooling", "mean sum", "reduced dimension", "number of reduced dimensions", "rank of an averaged image")

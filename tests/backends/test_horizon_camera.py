@@ -29,21 +29,21 @@ def converted(target: str = "bayes-e", scale: float | None = 1.0, size: tuple[in
     return fxq.convert(prepared)
 
 
-def of_rgb(target: str = "bayes-e", train_type: str = "rgb") -> tuple[fx.GraphModule, Tensor, Tensor]:
+def of_rgb(target: str = "bayes-e", train_type: str = "rgb", swing: str = "full") -> tuple[fx.GraphModule, Tensor, Tensor]:
     """Return a model that was calibrated with normalized images, YUV less 128 (2, 3, 32, 32), and that image after normalization."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1)).eval()
     yuv = fxq.nn.Nv12ToYuv444(centred=True)(*fxq.nn.rgb_to_nv12(torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)))
     colours = fxq.nn.YuvToRgb if train_type == "rgb" else fxq.nn.YuvToBgr
-    images = colours(centred=True, mean=MEAN, std=STD)(yuv)
+    images = colours(swing, True, MEAN, STD)(yuv)
     return fxq.quantize(model, [images], target).integer, yuv, images
 
 
-@pytest.mark.parametrize("train_type", ["rgb", "bgr"])
-def test_a_model_of_normalized_images_takes_yuv_after_its_calibration(train_type: str, tmp_path: Path) -> None:
-    integer, yuv, images = of_rgb(train_type=train_type)
+@pytest.mark.parametrize(("train_type", "swing"), [("rgb", "full"), ("bgr", "full"), ("rgb", "studio"), ("rgb", "bgr"), ("bgr", "rgb")])
+def test_a_model_of_normalized_images_takes_a_cameras_after_its_calibration(train_type: str, swing: str, tmp_path: Path) -> None:
+    integer, yuv, images = of_rgb(train_type=train_type, swing=swing)
     before = integer(images)
-    model = fxq.board.with_camera(integer, train_type, mean=MEAN, std=STD)
+    model = fxq.board.with_camera(integer, train_type, mean=MEAN, std=STD, swing=swing)
     assert torch.equal(integer(images), before)
     name = "input_1_quantize"  # the image on the model's own grid
     grid, converted = (next(fxq.inspect.record(each, [batch], [name]))[name] for each, batch in ((integer, images), (model, yuv)))
@@ -53,7 +53,7 @@ def test_a_model_of_normalized_images_takes_yuv_after_its_calibration(train_type
     loaded = fxq.load(fxq.save(model, tmp_path / "camera.fxq"))
     assert torch.equal(loaded(yuv), model(yuv))
     fxq.board.export_horizon(loaded, tmp_path / "net", camera="nv12")
-    again = fxq.board.export_horizon(fxq.board.with_camera(integer, train_type, mean=MEAN, std=STD), tmp_path / "again", camera="nv12")
+    again = fxq.board.export_horizon(model, tmp_path / "again", camera="nv12")
     for path in again.iterdir():
         assert path.read_bytes() == (tmp_path / "net" / path.name).read_bytes()
 
@@ -65,14 +65,14 @@ def test_what_has_no_image_to_convert_is_refused() -> None:
         assert "fxq.nn.YuvToRgb(centred=True" in refused.value.remedy
 
 
-@pytest.mark.parametrize("camera", ["nv12", "yuv444"])
+@pytest.mark.parametrize("camera", ["nv12", "yuv444", "rgb", "bgr"])
 def test_the_configuration_asks_for_bytes_less_128(camera: str, tmp_path: Path) -> None:
     folder = fxq.board.export_horizon(converted(), tmp_path / "net", camera=camera)
     text = (folder / "model.yaml").read_text(encoding="utf-8")
     for line in (
         f"input_type_rt: '{camera}'",
         "input_layout_rt: 'NHWC'",
-        "input_type_train: 'yuv444'",
+        f"input_type_train: '{'yuv444' if camera == 'nv12' else camera}'",
         "norm_type: 'data_mean'\n  mean_value: '128 128 128'",
     ):
         assert line in text

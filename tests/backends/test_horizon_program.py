@@ -202,23 +202,24 @@ def test_a_channel_shuffle_is_three_bare_moves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "nash-e"])
 def test_layers_of_sequences_are_layers_of_images(target: str, tmp_path: Path) -> None:
+    flat = Network(lambda s, x: F.max_pool1d(s.c(x).flatten(2), 2), c=nn.Conv2d(3, 4, 1)).eval()  # its operand is an image of its own
+    flat_pool = fxq.board.export_horizon(fxq.quantize(flat, [torch.randn(1, 3, 4, 4)], target).integer, tmp_path / "flat") / "model.onnx"
     integer = fxq.quantize(CAUSAL, [torch.randn(2, 8, 24)], target).integer
-    nodes = onnx.load(fxq.board.export_horizon(integer, tmp_path) / "model.onnx").graph.node
+    nodes = [*onnx.load(fxq.board.export_horizon(integer, tmp_path) / "model.onnx").graph.node]
     used = [node.op_type for node in nodes]
     assert not {"Squeeze", "Unsqueeze", "ToImage", "FromImage"} & set(used)
     inside = used[used.index("Conv") : len(used) - used[::-1].index("Conv")]
     assert not {"Reshape", "Transpose"} & set(inside)
+    nodes += onnx.load(flat_pool).graph.node
     assert {len(entry.ints) for node in nodes for entry in node.attribute if entry.name == "kernel_shape"} == {2}
 
 
 @pytest.mark.parametrize(
-    ("layer", "size"), [(nn.AvgPool1d(2), (3, 8)), (nn.ConvTranspose2d(3, 4, 2, 2), (3, 4, 4))], ids=["a pooled sequence", "int16"]
+    ("layer", "size"), [(nn.AdaptiveAvgPool1d(2), (3, 8)), (nn.Conv3d(3, 4, 1), (3, 2, 4, 4))], ids=["sequence", "volume"]
 )
-def test_what_the_compiler_rounds_twice_is_refused(layer: nn.Module, size: tuple[int, ...], tmp_path: Path) -> None:
-    stated = fxq.QConfigMapping().set_module_name("a", fxq.QConfig(fxq.ActivationConfig("int16")))
-    model = Network(lambda s, x: s.a(s.b(x)), a=layer, b=nn.Identity() if len(size) == 2 else nn.Conv2d(3, 3, 1)).eval()
-    integer = fxq.quantize(model, [torch.randn(2, *size)], "bayes-e", None if len(size) == 2 else stated).integer
-    with pytest.raises(fxq.errors.ExportError, match="would have other values on the chip"):
+def test_what_the_compiler_computes_differently_is_refused(layer: nn.Module, size: tuple[int, ...], tmp_path: Path) -> None:
+    integer = fxq.quantize(layer.eval(), [torch.randn(2, *size)], "bayes-e").integer
+    with pytest.raises(fxq.errors.ExportError, match="cannot be compiled for the chip"):
         fxq.board.export_horizon(integer, tmp_path)
 
 
@@ -394,15 +395,20 @@ def test_success_without_a_file_is_a_failure_and_any_other_folder_is_refused(
 # ---- verifying ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_a_program_is_verified_in_its_order_of_dimensions(
-    channels_last: bool, integer: fx.GraphModule, tool: FakeTool, tmp_path: Path
+    channels_last: bool, integer: fx.GraphModule, tool: FakeTool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tool.computes(integer, "b", integers(integer, "b", X), channels_last)
-    binary = program(integer, tmp_path)
+    saved, folder = str(fxq.save(integer, tmp_path / "net.fxq")), tmp_path / "net"
+    assert main(["export", saved, "--to", "horizon", "--out", str(folder), "--compile"]) == 0
+    binary = folder / "model_output" / "model.bin"
+    assert capsys.readouterr().out.strip() == str(binary)
     report = fxq.verify(integer, binary, [X])
     assert report
     assert (report.elements, report.names, report.given, report.unseen) == (64, {"b"}, ["x_quantize"], {})
     assert [call.split()[0] for call in tool.calls] == ["hb_mapper", "hb_extract_hbm", "hbdk-disas", "hbdk-sim"]
-    assert fxq.verify(str(binary), integer, [X])
+    np.save(tmp_path / "x.npy", X.numpy())
+    assert main(["verify", str(binary), saved, "--data", str(tmp_path / "x.npy")]) == 0
+    assert "hbdk-sim for bayes-e" in capsys.readouterr().out
 
 
 def test_a_difference_is_named_with_both_values(integer: fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
@@ -444,21 +450,7 @@ def test_estimate_shows_the_figures_of_the_compiler(integer: fx.GraphModule, too
     assert fxq.estimate(integer).compiled == ()
 
 
-# ---- the command line, and Horizon's names ------------------------------------------------------------------------------
-def test_the_command_line_exports_compiles_and_verifies(
-    integer: fx.GraphModule, tool: FakeTool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved, folder, data = fxq.save(integer, tmp_path / "net.fxq"), tmp_path / "net", tmp_path / "x.npy"
-    np.save(data, X.numpy())
-    tool.computes(integer, "b", integers(integer, "b", X))
-    assert main(["export", str(saved), "--to", "horizon", "--out", str(folder), "--compile"]) == 0
-    binary = capsys.readouterr().out.strip()
-    assert Path(binary) == folder / "model_output" / "model.bin"
-    assert main(["verify", str(saved), binary, "--data", str(data)]) == 0
-    assert "hbdk-sim for bayes-e" in capsys.readouterr().out
-    assert main(["export", str(saved), "--compile"]) == 2
-
-
+# ---- Horizon's names ----------------------------------------------------------------------------------------------------
 @pytest.mark.usefixtures("default_outputs")
 def test_horizons_names_compile_what_is_prepared(
     tool: FakeTool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -500,11 +492,6 @@ def test_a_file_computes_the_integers_of_the_model(kind: str, tmp_path: Path) ->
     assert "untried" in (folder / "README.txt").read_text().lower()
     assert "hb_compile" in (folder / "compile.sh").read_text()
     assert torch.equal(computed(folder / "model.onnx", batches[0]), result.integer(batches[0]))
-
-
-def test_what_hb_mapper_does_not_compile_is_refused(tmp_path: Path) -> None:
-    result = fxq.quantize(nn.Conv2d(3, 4, 1).eval(), [torch.randn(1, 3, 4, 4)], target="nash-e")
-    folder = fxq.board.export_horizon(result.integer, tmp_path / "net")
     with pytest.raises(fxq.errors.ConfigurationError, match="cannot be compiled here") as refused:
         fxq.board.compile_horizon(folder)
     assert "hb_mapper compiles for bernoulli2, bayes, bayes-e" in refused.value.because

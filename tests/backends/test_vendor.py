@@ -184,7 +184,7 @@ def test_a_sum_of_32_bits_that_leaves_the_model_is_compared(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
-@pytest.mark.parametrize("camera", ["nv12", "yuv444"])
+@pytest.mark.parametrize("camera", ["nv12", "yuv444", "bgr"])
 def test_a_program_that_reads_a_camera_computes_the_integer_graph(camera: str, target: str, tmp_path: Path) -> None:
     luma, chroma = torch.randint(0, 256, (2, 32, 32, 1), dtype=torch.uint8), torch.randint(0, 256, (2, 16, 16, 2), dtype=torch.uint8)
     verified(with_camera(target, size=(32, 32)), tmp_path, [fxq.nn.Nv12ToYuv444(centred=True)(luma, chroma)], camera=camera)

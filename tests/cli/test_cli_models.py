@@ -16,11 +16,13 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends.onnx import runtime
-from fxquant.cli.photographs import Preprocessing, samples_of
+from fxquant.cli.photographs import PAD, Preprocessing, samples_of
 from tests.cli.test_cli import called
+from tests.shared.networks import members
 from tests.shared.programs import program
 
 NETWORKS = program("cli_models_networks")
@@ -223,7 +225,7 @@ def test_photographs_become_samples_as_the_options_say(capsys: pytest.CaptureFix
     hub(monkeypatch)
     stated = {"size": (6, 8), "resize": 8, "mean": (0.5,) * 3, "std": (0.25, 0.5, 1), "bgr": True}
     photographs = {f"photo_{name}": value for name, value in stated.items()}
-    options = argparse.Namespace(model="networks:Network", data=Path("photos"), **photographs)
+    options = argparse.Namespace(model="networks:Network", data=Path("photos"), images=None, **photographs)
     samples = samples_of(options, network_of("Network"))["image"]
     with Image.open(sorted(Path("photos").rglob("*.png"))[0]) as image:  # 9 high and 20 wide: 6 × 8 fits in 6 high, and so in 8
         pixels = torch.tensor(np.asarray(image.resize((18, 8), 2).crop((5, 1, 13, 7)))).permute(2, 0, 1).flip(0) / 255
@@ -236,6 +238,35 @@ def test_photographs_become_samples_as_the_options_say(capsys: pytest.CaptureFix
     assert files_of("out") == ["integer.fxq", "model.onnx", "summary.json"]
     assert "10 of 10 photographs in photos: RGB, resized to 8 × 8" in shown
     assert called(capsys, "check", "timm:tiny?width=4", "--data", "photos", "--size", "6,8", "--bgr")[0] == 0
+
+
+@members(lambda: dict(stem=nn.Conv2d(3, 4, 3, 2, 1), boxes=nn.Conv2d(4, 8, 1), classes=nn.Conv2d(4, 2, 1)))
+def Detector(self, image: torch.Tensor) -> torch.Tensor:
+    """A head of one stride, and its decoding: the mean of a softmax of distances, and a sigmoid."""
+    x = torch.relu(self.stem(image))
+    distances = F.conv2d(self.boxes(x).view(1, 2, 4, 16).transpose(2, 1).softmax(1), torch.arange(4.0).view(1, 4, 1, 1))
+    return torch.cat([distances.view(1, 2, 16), self.classes(x).flatten(2).sigmoid()], 1)
+
+
+def test_a_detectors_file_and_a_folder_of_pictures_become_a_model_of_a_camera(capsys: pytest.CaptureFixture[str]) -> None:
+    write_photographs()
+    torch.manual_seed(0)
+    torch.onnx.export(Detector().eval(), (torch.rand(1, 3, 8, 8),), "yolo.onnx", dynamo=False, opset_version=17)
+    one, usual = "photos/1/1.png", ("quantize", "yolo.onnx", "--mean", 0, "--std", 1, "--no-report")
+    status, shown, _ = called(capsys, *usual, "--cut", "--images", "photos", one, "--resize", "pad")
+    assert status == 0
+    assert shown.startswith("output 0: /boxes/Conv\noutput 1: /classes/Conv\n11 of 11 photographs in photos: RGB, with gray margins 8 × 8")
+    padded = Preprocessing((8, 8), PAD, (0.0,) * 3, (1.0,) * 3, False)(Image.new("RGB", (20, 10)))
+    assert torch.equal(padded[0, :, 0] * 255, torch.tensor([114.0, 114, 0, 0, 0, 0, 114, 114]))
+    fxq.save(fxq.board.with_camera(fxq.load("quantized/integer.fxq"), std=(255,) * 3), "camera.fxq")
+    assert called(capsys, "export", "camera.fxq", "--onnx", "camera.onnx")[0] == 0
+    status, shown, _ = called(capsys, "verify", "camera.fxq", "camera.onnx", "--images", one, "photos/2")
+    assert (status, "4 of 4 photographs in photos" in shown) == (0, True)
+    assert_refused(called(capsys, "verify", "quantized/integer.fxq", "camera.onnx", "--images", one), "--images mean nothing to this model")
+    assert_refused(
+        called(capsys, *usual, "--cut", "/stem", "--images", one), "there is no such node in it: /stem", "/boxes/Conv, /classes/Conv"
+    )
+    assert_refused(called(capsys, "quantize", "networks:Network", "--cut", "--images", one), "--cut means nothing here")
 
 
 def test_photographs_that_cannot_be_samples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,12 +209,12 @@ def test_the_command_line_has_the_options_and_writes_the_folder(
     yuv = fxq.nn.Nv12ToYuv444(centred=True)(*fxq.nn.rgb_to_nv12(torch.randint(0, 256, (2, 3, 8, 12), dtype=torch.uint8)))
     np.savez("yuv.npz", yuv.numpy())
     colours = ("--camera", "nv12", "--train-type", "bgr", "--mean", "123.7", "116.3", "103.5", "--std", "58.4", "57.1", "57.4")
-    fields = ("--option", "optimize_level", "O2", "--option", "outputs", "integer", "--option", "layout", "NHWC", "--option", "jobs", "3")
+    fields = ("--option", "debug", "False", "--option", "outputs", "integer", "--option", "layout", "NHWC", "--option", "jobs", "3")
     to = ("export", "model.fxq", "--to", "horizon", "--out", "net")
     assert main([*to, *colours, *fields, "--board", "kit", "--data", "yuv.npz"]) == 0
     assert capsys.readouterr().out.split() == ["net/camera.fxq", "net/model_output/model.bin", "kit"]
     written = Path("net/model.yaml").read_text()
-    assert all(line in written for line in ("optimize_level: 'O2'", "jobs: 3", "remove_node_type: 'Dequantize'", "input_type_rt: 'nv12'"))
+    assert all(line in written for line in ("debug: False", "jobs: 3", "remove_node_type: 'Dequantize'", "input_type_rt: 'nv12'"))
     camera = fxq.board.with_camera(integer, "bgr", mean=(123.7, 116.3, 103.5), std=(58.4, 57.1, 57.4))
     assert torch.equal(fxq.load("net/camera.fxq")(yuv), camera(yuv))
     step = next(node for node in integer.graph.nodes if node.op == "output").args[0].args[1].target
@@ -235,8 +235,12 @@ def test_the_command_line_has_the_options_and_writes_the_folder(
         ("--option", "core_num", "2"): "bayes-e has one core",
         ("--board", "other", "--data", "model.fxq"): "model.fxq cannot be read as data",
         ("--board", "other", "--data", "wide.npz"): "float64",
+        ("--camera", "nv12", "--train-type", "rgb", "--board", "other", "--data", "rgb.npz"): "--images at the command line",
+        ("--images", "a.png"): "--images means nothing here",
+        ("--option", "compile_mode", "balance"): "balance and balance_factor go together",
     }
     np.savez("wide.npz", yuv.double().numpy())
+    np.savez("rgb.npz", images.numpy())
     monkeypatch.setattr(fxq.board, "compile_horizon", None)  # nothing is compiled before it is refused
     for options, said in refused.items():
         assert main([*to, *options]) == 2

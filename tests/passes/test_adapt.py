@@ -21,7 +21,8 @@ HOSTED = {
     ("bernoulli2", "add", "rank"), ("bernoulli2", "amax", "reduced size"), ("bernoulli2", "sum", "reduced dimension"),
     ("bayes", "conv2d", "output channels"), ("bayes", "linear", "features"), ("bayes", "avg_pool2d", "padding"),
     ("bayes", "avg_pool2d", "kernel"), ("bayes", "adaptive_avg_pool2d", "kernel"), ("bayes", "max_pool2d", "kernel"),
-    ("bernoulli2", "", "bounds"), ("bayes", "conv3d", "number of constant operands"), ("bernoulli2", "avg_pool2d", "count_include_pad"),
+    ("bernoulli2", "", "bounds"), ("bernoulli2", "avg_pool2d", "count_include_pad"), ("bernoulli2", "pad", "padding mode"),
+    *(("bayes", name, "number of operands that are broadcast") for name in ("add", "sub", "mul")),
 }  # fmt: skip
 MENDED = [row for row in ROWS if (row.operator or "*", row.measure) in REMEDIES and (row.family, row.operator, row.measure) not in HOSTED]
 
@@ -95,7 +96,7 @@ def Wide(self, x: Tensor) -> Tensor:
     """For bayes-e: int16 where it has 8 bits, a dilated int16 result, a mean that counts what is there, reflection."""
     x = F.pad(F.interpolate(self.conv(x), scale_factor=2), (1, 1, 1, 1), "reflect")
     x = F.avg_pool2d(self.up(x), 3, 2, 1, count_include_pad=False)
-    return self.head(torch.amax(x[..., :8].repeat(1, 25, 1, 1), 1))
+    return self.head(torch.amax(torch.cat([x[..., :8]] * 25, 1), 1))
 
 
 @members(lambda: dict(up=nn.ConvTranspose1d(3, 4, 4, stride=2, padding=1), pool=nn.AvgPool1d(3, 2, 1)))
