@@ -371,6 +371,37 @@ void fxq_to_bytes(Join *p) {
     p->outside = outside;
 }
 
+/* ---- functions of 16 bits by segments: fxquant/numerics/segments.py says what they are ---- */
+enum { TABLES = 6, LAST = 63, STEP = 256 };
+
+/* a: int64 integers; b: the starts; c: multiplier, bias and shift of each line; half: the entries; kind: the parity; real: the result. */
+void fxq_segments(const Join *p) {
+    const int64_t *integers = (const int64_t *)(const void *)p->a, *starts = (const int64_t *)(const void *)p->b;
+    const int64_t *lines = (const int64_t *)(const void *)p->c, *entries = (const int64_t *)(const void *)p->half;
+    int64_t *result = (int64_t *)(void *)p->real, low = (int64_t)p->low, high = (int64_t)p->high;
+    for (int64_t i = 0; i < p->rows; i++) {
+        int64_t q = integers[i], place = q, segment = 0;
+        if (p->kind) {
+            place = q < 0 ? -q : q;
+            place = place > 32767 ? 32767 : place;
+        }
+        for (int64_t k = 0; k <= TABLES; k++) segment += starts[k] < place;
+        const int64_t *line = lines + 3 * segment;
+        int64_t v = place * line[0] + line[1];
+        v = (v + (((int64_t)1 << line[2]) >> 1)) >> line[2];
+        if (segment > 0 && segment <= TABLES) {
+            int64_t position = v < 0 ? 0 : v > STEP * LAST ? STEP * LAST : v, entry = position / STEP;
+            entry = entry > LAST - 1 ? LAST - 1 : entry;
+            const int64_t *two = entries + (segment - 1) * (LAST + 1) + entry;
+            int64_t beyond = position - STEP * entry;
+            v = (two[0] * (STEP - beyond) + two[1] * beyond + STEP / 2) >> 8;
+        }
+        v = v < low ? low : v > high ? high : v;
+        if (p->kind && q < 0) v *= p->kind;
+        result[i] = v < low ? low : v > high ? high : v;
+    }
+}
+
 /* ---- marks: where `mask`, of `rows` bytes, is 0, and the other way round ---- */
 
 void fxq_places(const Join *p) {

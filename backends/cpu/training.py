@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, Count, Pass, fields
+from fxquant.numerics import segments
+from fxquant.numerics.segments import Lines
 from fxquant.quantization.observers import ranges
 from fxquant.support import disagreed
 from fxquant.support.files import address, readable
@@ -60,7 +62,8 @@ class NativePasses(Passes):
     def mark_back(
         self, form: Form, inside: Tensor | None, factor: Tensor | None, ratio: Tensor, scale: Tensor, gradients: Gradients, like: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        of_sums, totals = torch.empty_like(like, dtype=torch.float32, device="cpu"), _vector(form.channels, torch.float64)
+        of_sums = torch.empty_strided(like.shape, like.stride(), dtype=torch.float32, device="cpu")
+        totals = _vector(form.channels, torch.float64)
         of_residual = None if factor is None else torch.empty_like(of_sums)
         operands = {"inside": inside, "factor": None if factor is None else _each(factor, form), "ratio": _each(ratio, form)}
         results = {"of_sums": of_sums, "of_residual": of_residual, "totals": totals}
@@ -151,6 +154,8 @@ def _vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _each(value: Tensor, form: Form, dtype: torch.dtype = torch.float32) -> Tensor:
+    if value.dtype == dtype and value.shape == (form.channels,) and value.is_contiguous():
+        return value
     return value.detach().to(dtype).flatten().expand(form.channels).contiguous()
 
 
@@ -227,6 +232,7 @@ ranges.OFFERS.add(NativeCounting())
 
 # ---- The kernels of `fxquant.training.fused_elementwise` -------------------------------------------------------------
 PRODUCT, DOWN, NEAREST = 0, 1, 2
+NONE = torch.zeros(1, dtype=torch.float32, device="cpu")  # an operand of one number, which is multiplied by 0
 
 
 class _Join(ctypes.Structure):
@@ -311,6 +317,21 @@ class NativeJoining:
         return None if structure.outside else integers
 
 
+class NativeSegments:
+    """The kernel `Evaluating` in C, for functions of 16 bits by segments."""
+
+    def takes(self, integers: Tensor) -> bool:
+        """Return whether there is a library, and the integers are int64 in CPU memory."""
+        return integers.device.type == "cpu" and integers.dtype == torch.int64 and not isinstance(native.joining_library(), str)
+
+    def evaluate(self, integers: Tensor, lines: Lines) -> Tensor:
+        result = torch.empty(integers.shape, dtype=torch.int64, device="cpu")
+        structure = _Join(rows=integers.numel(), kind=lines.parity, low=lines.low, high=lines.high)
+        constants = {"b": lines.starts, "c": lines.lines, "half": lines.entries}
+        _join_call("segments", structure, {"a": integers, **constants, "real": result})
+        return result
+
+
 class NativeMarks:
     """The kernels `Marks` in C, for saturation masks."""
 
@@ -330,6 +351,7 @@ class NativeMarks:
 
 
 fused_layers.MASKS.add(NativeMarks())
+segments.OFFERS.add(NativeSegments())
 fused_elementwise.OFFERS.add(NativeJoining())
 
 
@@ -346,15 +368,16 @@ def _structure(join: Join) -> _Join:
 
 
 def _operands(join: Join) -> dict[str, Tensor | None]:
-    none = torch.zeros(1, dtype=torch.float32, device="cpu") if join.b is None else join.b  # multiplied by 0
-    return {"a": join.a, "b": none, "c": join.c}
+    return {"a": join.a, "b": NONE if join.b is None else join.b, "c": join.c}
 
 
 def _each_row(join: Join, value: Tensor, dtype: torch.dtype) -> Tensor:
+    if value.dim() == 0 and value.dtype == dtype and not join.each:
+        return value
     value = value.detach().to(dtype).flatten()
     return value.expand(join.columns) if join.each else value
 
 
 def _join_call(function: str, structure: _Join, tensors: dict[str, Tensor | None]) -> None:
-    plain = [(name, tensor.detach().contiguous()) for name, tensor in tensors.items() if tensor is not None]
-    native.run(native.joining_library(), function, structure, plain)
+    contiguous = ((name, tensor.contiguous()) for name, tensor in tensors.items() if tensor is not None)
+    native.run(native.joining_library(), function, structure, contiguous)

@@ -140,7 +140,7 @@ class Grid:
 
     def equals(self, other: Grid) -> bool:
         """Return whether type, zero point and scale are equal."""
-        return self.type == other.type and self.zero_point == other.zero_point and bool(self.scale == other.scale)
+        return self is other or (self.type == other.type and self.zero_point == other.zero_point and bool(self.scale == other.scale))
 
 
 def quantized_value(input: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
@@ -165,6 +165,18 @@ def grid_from_range(low: Tensor, high: Tensor, dtype: IntType, on_steps: tuple[b
     for needed, end, steps in zip(on_steps, (-low, high), (zero_point - dtype.low, dtype.high - zero_point), strict=True):
         scale = end_on_step(scale, end, steps) if needed else scale
     return scale, zero_point.to(torch.int64)
+
+
+def grid_of_numbers(low: float, high: float, dtype: IntType, on_steps: tuple[bool, bool]) -> tuple[float, int]:
+    """Compute `grid_from_range` on Python numbers that are float32: the same operations in the same order, each rounded to float32."""
+    low, high = min(low, 0.0), max(high, 0.0)
+    span = min(float32(high - low), LARGEST_FLOAT32)
+    scale = max(float32(span / (dtype.high - dtype.low)), SMALLEST_SCALE) if span > 0 else FLOAT32_EPSILON
+    zero_point = min(max(round(float32(-low / scale)), dtype.low), dtype.high)
+    for needed, end, steps in zip(on_steps, (-low, high), (zero_point - dtype.low, dtype.high - zero_point), strict=True):
+        if needed and steps > 0 and float32(steps * scale) < end < float32((steps + 1) * scale):
+            scale = max(float32(end / steps), SMALLEST_SCALE)
+    return scale, zero_point
 
 
 def end_on_step(scale: Tensor, end: Tensor, steps: Tensor | int) -> Tensor:
@@ -388,96 +400,6 @@ def _table_entry(function: Callable[[float], float] | None, x: float, output_sca
     return min(max(round_half_up(value), output.low), output.high)
 
 
-# ---- Functions of 16 bits by segments: six tables between two straight lines ------------------------------------------
-PLACES, TABLES, LAST, STEP = 256, 6, 63, 256  # distances between places; tables; the last entry of each; positions between two entries
-LEAST, OVERFLOW = 1e-6, 2.0**31  # the least operand of a function with a pole; the steps from which an entry becomes the lowest integer
-
-
-@dataclass(frozen=True)
-class Segments:
-    """A unary function as a chip evaluates it to find the segments that replace it."""
-
-    function: Callable[[Tensor], Tensor]  # of float32 tensors, rounding to float32 as the chip's compiler does
-    parity: int = 0  # 1 for an even function and -1 for an odd one, which are computed of magnitudes
-    bends: Interval = EVERYTHING  # outside of it, it is a straight line
-    pole: Callable[[Tensor], Tensor] | None = None  # returns the operand at which it reaches a value, if it is infinite at 0
-
-
-def evenly(start: Tensor, stop: Tensor, parts: int) -> Tensor:
-    """Return parts + 1 float32 numbers from `start` to `stop` in a new last dimension, at even distances rounded to float32."""
-    distance = ((stop - start) / parts).unsqueeze(-1)
-    numbers = start.unsqueeze(-1) + torch.arange(parts + 1, dtype=torch.float32, device="cpu") * distance
-    numbers[..., -1] = stop
-    return numbers
-
-
-def _knots(form: Segments, first: Tensor, last: Tensor) -> Tensor:
-    """Return the ends of the tables, 7 float32 numbers: from one to the next the slope changes by a sixth of its whole change."""
-    places = evenly(first, last, PLACES)
-    changes = form.function(places).diff(n=2).abs().double().cumsum(0).float()
-    reached = torch.searchsorted(changes / changes[-1], torch.arange(1, TABLES, device="cpu") / TABLES) + 2
-    ends = [0, *(min(place, PLACES) for place in reached.tolist()), PLACES]
-    knots, before = [first], 0
-    while before < TABLES:  # tables that would end at one place share what is before it
-        after = max(index for index, end in enumerate(ends) if end == ends[before + 1])
-        knots += evenly(places[ends[before]], places[ends[after]], after - before)[1:].unbind()
-        before = after
-    return torch.stack(knots)
-
-
-def _in_short(slope: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
-    """Return v = (q · multiplier + (bias << left)) / 2^right for v = slope · q + offset, int64: multiplier and bias of 16 bits."""
-    slope, offset = slope.double().nan_to_num(0, 0, 0), offset.double().nan_to_num(0, 0, 0)
-    right = torch.where(slope == 0, 15, (15 - torch.frexp(slope)[1]).clamp(0, 16)).long()
-    multiplier = round_away(slope * power_of_two(right)).clamp(-32767, 32767).long()
-    shifts = torch.frexp(offset * power_of_two(right))[1].long() - 15
-    lowered = torch.minimum((shifts - 15).clamp_min(0), right)
-    multiplier, right = multiplier >> lowered, right - lowered
-    left = (shifts - lowered).clamp(0, 15)
-    bias = round_away(offset * power_of_two(right - left)).clamp(-32767, 32767).long()
-    return multiplier, bias << left, right
-
-
-def wraps(form: Segments, scale: Tensor, step: Tensor) -> bool:
-    """Return whether an entry at the end of the operand's range has too many steps, so that the chip stores the lowest integer."""
-    return form.pole is None and bool(form.function(32767 * scale.float().cpu()) / step.float().cpu() >= OVERFLOW)
-
-
-def by_segments(form: Segments, scale: Tensor, output: Grid, integers: Tensor) -> Tensor:
-    """Return the integers of a unary function of int16 integers, int64, on a scale, in the output's storage, by the chip's segments."""
-    scale, step = scale.cpu(), output.scale.cpu()
-    low, high = (end * scale for end in (0.0 if form.parity else -32768.0, 32767.0))
-    first, last = low.clamp_min(form.bends[0]), high.clamp_max(form.bends[1])
-    if form.pole is not None:
-        low, first = torch.full_like(low, LEAST), form.pole(output.high * step).clamp_min(0)
-    knots = _knots(form, first, last)
-    points = evenly(knots[:-1], knots[1:], LAST)
-    values = form.function(points)
-    entries = values / step
-    overflows, entries = entries >= OVERFLOW, round_away(entries).nan_to_num(0).clamp(output.low, output.high).long()
-    entries[overflows] = output.low
-    # The straight lines, each through two points: those of the first and of the last entries, or of the ends of what lies outside.
-    below, above = torch.stack([low, first]), torch.stack([last, high])
-    ends = points[0, :2] if low >= first or form.function(low).isnan() else below, points[-1, -2:] if high <= last else above
-    slopes = torch.stack([torch.diff(form.function(two))[0] / torch.diff(two)[0] for two in ends])
-    at = torch.stack([first, last])
-    outer = slopes / step * scale, (form.function(at) - slopes * at) / step
-    per_table = torch.full_like(knots[1:], STEP * LAST) / torch.diff(knots)  # a number over a tensor would be rounded twice
-    inner = per_table * scale, -knots[:-1] * per_table
-    multiplier, bias, right = _in_short(*(torch.cat([o[:1], i, o[1:]]) for o, i in zip(outer, inner, strict=True)))
-    place = integers.abs().clamp_max(32767) if form.parity else integers
-    segment = torch.searchsorted(round_away(knots / scale).long(), place)
-    value = place * multiplier[segment] + bias[segment]
-    value = (value + ((1 << right[segment]) >> 1)) >> right[segment]
-    position = value.clamp(0, STEP * LAST)
-    entry = (position // STEP).clamp_max(LAST - 1)
-    beyond, row = position - STEP * entry, (segment - 1).clamp(0, TABLES - 1)
-    between = (entries[row, entry] * (STEP - beyond) + entries[row, entry + 1] * beyond + STEP // 2) // STEP
-    result = torch.where((segment == 0) | (segment == TABLES + 1), value, between).clamp(output.low, output.high)
-    signed = torch.where(integers < 0, form.parity * result, result) if form.parity else result
-    return signed.clamp(output.low, output.high).to(output.type.storage)
-
-
 def accumulator_bound(weight: Tensor, bias: Tensor | None, axis: int, input_magnitude: int) -> Tensor:
     """Return the largest |accumulator| any input can cause, per output channel: Σ|w| · max|x| + |bias| (float64, exact below 2^53).
 
@@ -651,6 +573,12 @@ class FixedWidths:
         multiplier = torch.where(overflow, 2**self.multiplier_bits - 1, multiplier)
         return FixedRequantization(shift.int(), multiplier.int(), right_shift.clamp_min(1).int())
 
+    def _limited_numbers(self, shift: int, multiplier: int, right_shift: int) -> FixedRequantization:
+        """Compute `limited` on Python numbers."""
+        if right_shift < 1:
+            multiplier, right_shift = 2**self.multiplier_bits - 1, 1
+        return FixedRequantization(*(torch.tensor(each, dtype=torch.int32, device="cpu") for each in (shift, multiplier, right_shift)))
+
 
 @dataclass(frozen=True)
 class MeasuredWidths(FixedWidths):
@@ -675,6 +603,11 @@ class MeasuredWidths(FixedWidths):
 
         A `layer` with weights may have `layer_shift`; one with a `wide` operand, int16, has at least `wide_first_shift`.
         """
+        with torch.no_grad():
+            numbers = ratio.numbers()
+        fixed = None if numbers is None else self._of_numbers(*numbers, output, accumulator_bits, layer, wide)
+        if fixed is not None:
+            return self._limited_numbers(*fixed)
         if accumulator_bits <= 16:  # a quantized tensor is multiplied without a first shift
             multiplier, k = ratio.mantissa(self.multiplier_bits, largest_exponent=31, carries=False)
             return self.limited(torch.zeros_like(k), multiplier, k)
@@ -688,6 +621,25 @@ class MeasuredWidths(FixedWidths):
         if wide:
             right_shift = torch.minimum(right_shift, (k - self.wide_first_shift).clamp_min(1))
         return self.limited(k - right_shift, multiplier, right_shift)
+
+    def _of_numbers(
+        self, numerators: list[float], denominators: list[float], output: IntType, accumulator_bits: int, layer: bool, wide: bool
+    ) -> tuple[int, int, int] | None:
+        """Compute `constants`, not yet limited, on Python numbers; return None where `_mantissa` does."""
+        shifted, first = accumulator_bits > 16, max(self.largest_first_shift, accumulator_bits - 17)
+        largest = first + self.largest_shift if shifted else 31
+        fixed = _mantissa(numerators, denominators, self.multiplier_bits, largest, carries=False)
+        if fixed is None:
+            return None
+        multiplier, k = fixed
+        right_shift = k
+        if shifted:
+            product = _quotient(numerators, denominators) * 2.0 ** (k - self.layer_shift) * (2 ** (self.intermediate_bits - 1) - 1)
+            longer = layer and self.layer_shift > self.largest_shift and product >= output.high
+            right_shift = min(k, self.layer_shift if longer else self.largest_shift)
+            if wide:
+                right_shift = min(right_shift, max(k - self.wide_first_shift, 1))
+        return k - right_shift, multiplier, right_shift
 
 
 @dataclass(frozen=True)
@@ -740,11 +692,9 @@ def _fixed_of_numbers(multiplier: int, k: int, widths: FixedWidths, output: IntT
         covers = 2 * largest_intermediate * multiplier >= (2 * output.high + 1) << (smaller + 1)
         shift = min(max(k - smaller - covers, 0), shifted_bits - 1)
     right_shift = k - shift
-    if right_shift < 1:
-        multiplier, right_shift = 2**bits - 1, 1
     if right_shift > widths.largest_shift:
         multiplier, right_shift = 0, widths.largest_shift
-    return FixedRequantization(*(torch.tensor(each, dtype=torch.int32, device="cpu") for each in (shift, multiplier, right_shift)))
+    return widths._limited_numbers(shift, multiplier, right_shift)
 
 
 def real_multiplier(ratio: Ratio) -> Tensor:

@@ -222,7 +222,9 @@ def point(structure: ctypes.Structure, tensors: Iterable[tuple[str, Tensor | Non
     The result owns the memory: keep it until the function in C has returned. A tensor that C writes to has to be new:
     it then has no lazy negation or conjugation.
     """
-    pairs = [(name, readable(tensor)) for name, tensor in tensors if tensor is not None]
-    for name, tensor in pairs:
-        setattr(structure, name, address(tensor))
-    return [tensor for _, tensor in pairs]
+    held = []
+    for name, tensor in tensors:
+        if tensor is not None:
+            held.append(readable(tensor))
+            setattr(structure, name, address(held[-1]))
+    return held

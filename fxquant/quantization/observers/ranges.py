@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.numerics.grids import FLOAT32_EPSILON, INT8, SMALLEST_SCALE, IntType, float32, scale_from_range
+from fxquant.numerics.grids import FLOAT32_EPSILON, INT8, Interval, IntType, float32, scale_from_range
 from fxquant.support import Offers
 from fxquant.support.arguments import checked
 
@@ -378,43 +378,32 @@ def in_numbers(*scalars: Tensor) -> bool:
 
 _PLAIN = (Tensor, nn.Parameter)
 
+Number = Any  # a tensor, or a Python number
 FAR = 2.0  # times as far as a threshold
 
 
-def stays(threshold: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Return whether a threshold stays where it is, as the end of the range falls from `before` to `after`."""
-    return (after.abs() < before.abs()) & (FAR * threshold.double().abs() < after.double().abs())
+def stays(threshold: Number, before: Number, after: Number) -> Any:
+    """Return whether a threshold stays where it is, as the end of the range falls from `before` to `after`: of tensors, or of numbers."""
+    return (abs(after) < abs(before)) & (FAR * abs(threshold) < abs(after))
 
 
-def follow_in_numbers(value: Tensor, range: MinMaxObserver, scale: Tensor, batches_used: Tensor, high: int) -> bool:
-    """Update range and scale from a batch in Python numbers, rounded to float32 like tensors, which is faster for scalars.
+def moved_range(value: Tensor, range: MinMaxObserver) -> tuple[Interval, Interval] | None:
+    """Return a range before and after it takes in a batch, as Python numbers, rounded to float32 like tensors, which is faster for scalars.
 
-    The dtype is symmetric with the largest integer `high`. The range, the scale and the number of batches are changed in place. Return
-    whether the observer and the devices allow this; if not, nothing is changed.
+    Nothing is changed. Return None where the observer or the devices do not allow numbers, or the range holds none but 0.
     """
     if type(range) not in (MinMaxObserver, MovingAverageMinMaxObserver) or not value.numel():
-        return False
-    moved = (range.low, range.high, range.count, scale)
-    if not in_numbers(*moved):
-        return False
+        return None
+    if not in_numbers(range.low, range.high, range.count):
+        return None
     low, most = (float(end.float()) for end in torch.aminmax(value.detach()))
-    own_low, own_high, count, step = float(moved[0]), float(moved[1]), int(moved[2]), float(scale)
-    before = max(abs(own_low), abs(own_high))
-    if not (math.isfinite(low) and math.isfinite(most) and 0 < before < math.inf) or count == 0:
-        return False
-    if isinstance(range, MovingAverageMinMaxObserver):
-        constant = range.averaging_constant
-        low, most = (averaged(own, end, count + 1, constant) for own, end in ((own_low, low), (own_high, most)))
-    else:
-        low, most = min(own_low, low), max(own_high, most)
-    largest = max(abs(low), abs(most))
-    if not (largest < before and FAR * step * high < largest):  # `stays`
-        step = max(float32(step * float32(largest / before)), SMALLEST_SCALE)
-    if not math.isfinite(step):
-        return False
-    for buffer, number in zip((*moved, batches_used), (low, most, count + 1, step, count + 1), strict=True):
-        buffer.fill_(number)
-    return True
+    before, count = (float(range.low), float(range.high)), int(range.count)
+    if not (math.isfinite(low) and math.isfinite(most) and 0 < max(map(abs, before)) < math.inf) or count == 0:
+        return None
+    if not isinstance(range, MovingAverageMinMaxObserver):
+        return before, (min(before[0], low), max(before[1], most))
+    constant = range.averaging_constant
+    return before, (averaged(before[0], low, count + 1, constant), averaged(before[1], most, count + 1, constant))
 
 
 def finite_range(value: Tensor) -> tuple[Tensor, Tensor]:
