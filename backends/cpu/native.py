@@ -175,8 +175,8 @@ def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
 _INTEGER = ("convolution", "depthwise", "finish", "quantize", "max_pool", "lookup", "pairs", "dynamic", "product", "watch", "arrange")
 # Each returns the compiled functions of its source, or a sentence that says why there are none: those of training, the fused elementwise
 # functions of training, and those of elementwise chains and of programs.
-_SUMS = ("collect", "ends", "finish_forward", "finish_backward", "marked_backward", "centre")
-_WEIGHTS = ("weight_ends", "weight_forward", "weight_backward")
+_SUMS = ("collect", "ends", "finish_forward", "finish_backward", "marked_backward", "centre", "quantize", "quantize_backward")
+_WEIGHTS = ("weight_ends", "weight_pairs", "weight_forward", "weight_backward")
 _JOINED = ("join_ends", "join_forward", "join_backward", "occurs", "look_up", "look_back", "places", "marks", "to_bytes", "segments")
 training_library = functools.cache(functools.partial(_loaded, TRAINING, (*_SUMS, *_WEIGHTS, "row_ends", "magnitudes", "signed")))
 joining_library = functools.cache(functools.partial(_loaded, JOINING, _JOINED))

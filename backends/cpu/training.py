@@ -12,6 +12,7 @@ from torch import Tensor
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, Count, Pass, fields
 from fxquant.numerics import segments
+from fxquant.numerics.grids import Grid
 from fxquant.numerics.segments import Lines
 from fxquant.quantization.observers import ranges
 from fxquant.support import disagreed
@@ -87,9 +88,30 @@ class NativePasses(Passes):
         _call("centre", form, sums=sums, bias=-mean, offset=offset, slope=slope, of_sums=result)
         return result
 
+    def quantize(self, value: Tensor, grid: Grid, bounds: tuple[float, float] | None) -> tuple[Tensor, tuple[Tensor | None, int]]:
+        if not value.is_contiguous():
+            return super().quantize(value, grid, bounds)
+        integers = torch.empty_like(value)
+        inside = None if bounds is None else torch.empty_like(value, dtype=torch.uint8)
+        bottom, top = bounds or (0.0, 0.0)
+        limits = {"low": grid.low, "high": grid.high, "bottom": bottom, "top": top, "scale": float(grid.scale)}
+        structure = _call("quantize", _flat(value), limits, sums=value, integers=integers, inside=inside)
+        return integers, (inside, structure.outside)
+
+    def quantize_back(self, gradient: Tensor, inside: Tensor | None, scale: Tensor) -> Tensor:
+        gradient = gradient.contiguous()
+        result = torch.empty_like(gradient)
+        _call("quantize_backward", _flat(gradient), {"scale": float(scale)}, of_integers=gradient, inside=inside, of_sums=result)
+        return result
+
     def weight_ends(self, weight: Tensor) -> Tensor:
         ends = _vector(len(weight))
         _call("weight_ends", _rows(weight), sums=weight.contiguous(), ends=ends)
+        return ends
+
+    def weight_pairs(self, weight: Tensor, gain: Tensor | None) -> Tensor:
+        form, ends = _rows(weight)._replace(outer=weight[0, 0].numel()), _vector(len(weight))
+        _call("weight_pairs", form, sums=weight.contiguous(), ratio=_gain(gain, form), ends=ends)
         return ends
 
     def weigh(self, weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
@@ -165,6 +187,10 @@ def _like(value: Tensor, other: Tensor) -> Tensor:
 
 def _rows(weight: Tensor) -> Form:
     return Form(1, len(weight), weight.numel() // len(weight), (len(weight),))
+
+
+def _flat(value: Tensor) -> Form:
+    return Form(value.numel(), 1, 1, ())
 
 
 def _gain(gain: Tensor | None, form: Form) -> Tensor:

@@ -190,6 +190,14 @@ class FusedLowering(EagerLowering):
             exact = value.primitive(*arguments)
         return straight_through(arguments[0] * value.slope, exact)
 
+    def quantize(self, input: Tensor) -> Quantized:
+        to = self.output
+        if (to.learns and torch.is_grad_enabled()) or not fused_layers.admitted(input):
+            return super().quantize(input)
+        self._set(to, lambda: input if self.observed_instead is None else self.observed_instead)
+        grid = to.grid
+        return self._on(grid, fused_layers.quantized(input, grid, grid.bounds))
+
     def _fuses(self, to: Quantizer) -> bool:
         """Return whether a fused kernel can requantize to this grid: its scale learns nothing, and follows nothing but ends."""
         learns, observed = to.learns and torch.is_grad_enabled(), self.observed_instead is not None and to is self._output

@@ -275,9 +275,9 @@ def largest_pairs(weight: Tensor) -> Tensor:
     return torch.maximum(pairs.clamp_min(0).sum(2), pairs.clamp_max(0).sum(2).neg()).amax(1)
 
 
-def scale_for_pairs(weight: Tensor, scale: Tensor) -> Tensor:
-    """Return the scales, (C,) or (1,), raised so that `largest_pairs` of integers fit, each integer less than 1 from its number."""
-    fitting = largest_pairs(weight) / torch.tensor(LARGEST_PAIR - 1, dtype=torch.float32, device=weight.device)
+def scale_for_pairs(pairs: Tensor, scale: Tensor) -> Tensor:
+    """Return the scales, (C,) or (1,), raised so that these `largest_pairs` fit as integers, each less than 1 from its number."""
+    fitting = pairs / torch.tensor(LARGEST_PAIR - 1, dtype=torch.float32, device=pairs.device)
     return torch.maximum(scale, fitting if scale.numel() > 1 else fitting.max())
 
 
@@ -474,6 +474,10 @@ class Ratio:
         Computed in float64; an element so near a tie that the few roundings on the way could decide it is
         computed again with fractions. Requires results below 2^31.
         """
+        with torch.no_grad():
+            numbers = self.numbers() if exponent.dim() == 0 else None
+        if numbers is not None and all(numbers[1]):
+            return torch.tensor(_whole(*numbers, int(exponent), halves_up), dtype=torch.int64, device="cpu")
         approximate = self.approximate().detach() * power_of_two(exponent)
         result = torch.round(approximate)
         doubtful = ((approximate - torch.floor(approximate)) - 0.5).abs() <= approximate * 2.0**-48
@@ -523,6 +527,15 @@ def _quotient(numerators: list[float], denominators: list[float]) -> float:
     return reduce(operator.truediv, denominators, math.prod(numerators, start=1.0))
 
 
+def _whole(numerators: list[float], denominators: list[float], exponent: int, halves_up: bool) -> int:
+    """Compute `Ratio.rounded` on Python numbers."""
+    scaled = math.ldexp(_quotient(numerators, denominators), exponent)
+    if abs(scaled - math.floor(scaled) - 0.5) > scaled * 2.0**-48:
+        return round(scaled)
+    above, below = (math.prod(map(Fraction, factors), start=Fraction(1)) for factors in (numerators, denominators))
+    return _nearest(above / below * Fraction(2) ** exponent, halves_up)
+
+
 def _mantissa(
     numerators: list[float], denominators: list[float], bits: int, largest_exponent: int, carries: bool = True
 ) -> tuple[int, int] | None:
@@ -533,12 +546,7 @@ def _mantissa(
     if not 2.0**-960 < value < 2.0**960:
         return None
     k = min(bits - math.frexp(value)[1], largest_exponent)
-    scaled = math.ldexp(value, k)
-    if abs(scaled - math.floor(scaled) - 0.5) <= scaled * 2.0**-48:
-        exact = Ratio(*(tuple(torch.tensor(f, dtype=torch.float64, device="cpu") for f in each) for each in (numerators, denominators)))
-        mantissa = _nearest(exact.exact()[0] * Fraction(2) ** k, halves_up=not carries)
-    else:
-        mantissa = round(scaled)
+    mantissa = _whole(numerators, denominators, k, halves_up=not carries)
     if not carries:
         return min(mantissa, 2**bits - 1), k
     carried = mantissa >> bits
@@ -699,6 +707,11 @@ def _fixed_of_numbers(multiplier: int, k: int, widths: FixedWidths, output: IntT
 
 def real_multiplier(ratio: Ratio) -> Tensor:
     """Return the ratio rounded once, half to even, to float32; at most the largest float32, with which every non-zero integer saturates."""
+    approximate = ratio.approximate().detach()
+    near = approximate * (1 - 2.0**-48), approximate * (1 + 2.0**-48)  # the exact ratio is between them
+    least, most = (end.clamp_max(LARGEST_FLOAT32).float() for end in near)
+    if torch.equal(least, most) and bool((least >= SMALLEST_NORMAL).all()):
+        return least
     mantissa, k = ratio.mantissa(24)
     return (mantissa.double() * power_of_two(-k)).clamp_max(LARGEST_FLOAT32).float()
 

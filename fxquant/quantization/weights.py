@@ -227,7 +227,7 @@ class WeightQuantizer(torch.nn.Module):
         by_threshold  whether scales are a float32 threshold over 127: see `Arithmetic.float32_steps`
         """
         chosen = self._scale(weight, gain, keep)
-        chosen = grids.scale_for_pairs(weight, chosen) if self.pairs else chosen
+        chosen = grids.scale_for_pairs(grids.largest_pairs(weight), chosen) if self.pairs else chosen
         scale, own = self._raised(chosen, least, by_threshold)
         integers = self._rounded(weight, scale, own, gain)
         return QuantizedWeight(integers, scale, own, grids.accumulator_bound(integers, None, 0, 1))
@@ -243,7 +243,7 @@ class WeightQuantizer(torch.nn.Module):
         largest = largest if self.per_channel else largest.max().reshape(1)
         chosen = grids.scale_from_range(-largest, largest, self.dtype)
         if self.pairs:
-            chosen = grids.scale_for_pairs(weight if gain is None else weight * gain.reshape(-1, *[1] * (weight.dim() - 1)), chosen)
+            chosen = grids.scale_for_pairs(fused_layers.pairs(weight, gain), chosen)
         scale, own = self._raised(chosen, least, by_threshold)
         each = scale if scale.numel() == len(weight) else scale.expand(len(weight))
         integers, total = fused_layers.whole(weight, gain, each, self.dtype.low, self.dtype.high)

@@ -10,7 +10,7 @@ composed of the primitives.
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -56,8 +56,7 @@ class Layout(NamedTuple):
 ALONE = Layout(1, 0, 0)  # of one number
 
 
-@dataclass(frozen=True)
-class Join:
+class Join(NamedTuple):
     """An accumulator: a · b + c, or sign_a · round(a · factor_a) + sign_b · round(b · factor_b) + c."""
 
     a: Tensor  # a, b: float32 tensors of integers; a has the shape of the result, b may be smaller, or absent from a sum
@@ -165,7 +164,7 @@ def _laid_out(join: Join) -> Join | None:
         if join.b is None or join.each or not all(each is None or _within(each.shape, join.b.shape) for each in (join.a, join.c)):
             return None
         shape = join.b.shape
-        join = replace(join, a=join.b, b=join.a, factors=join.factors[::-1], slopes=join.slopes[::-1], signs=join.signs[::-1])
+        join = join._replace(a=join.b, b=join.a, factors=join.factors[::-1], slopes=join.slopes[::-1], signs=join.signs[::-1])
     smaller = [each for each in (join.b, join.c) if each is not None and each.shape != shape]
     if not shape:
         return None
@@ -175,11 +174,11 @@ def _laid_out(join: Join) -> Join | None:
         trailing = 1
         while not smaller and trailing < len(shape) and shape[len(shape) - trailing :].numel() < COLUMNS:
             trailing += 1
-    join = replace(join, columns=shape[len(shape) - trailing :].numel())
+    join = join._replace(columns=shape[len(shape) - trailing :].numel())
     of_b, of_c = (ALONE if each is None else _layout(each.shape, shape, trailing, join.columns) for each in (join.b, join.c))
     if of_b is None or of_c is None:
         return None
-    join = replace(join, of_b=of_b, of_c=of_c)
+    join = join._replace(of_b=of_b, of_c=of_c)
     if join.b is not None and join.b.requires_grad and torch.is_grad_enabled() and not join.each and join.of_b.rows != join.rows:
         return None  # its gradient is a sum over rows
     return join
@@ -284,7 +283,7 @@ class _Joined(torch.autograd.Function):
         saved = (_operand(a, join), None if a is b else b) if join.product else (None, None)
         ctx.save_for_backward(*saved, None if inside is None else fused_layers.kept_mask(inside, without))
         empty = torch.empty(0, device=a.device, dtype=torch.float32)
-        ctx.join = replace(join, a=empty, b=None, c=None)
+        ctx.join = join._replace(a=empty, b=None, c=None)
         ctx.shapes = a.shape, None if b is None else b.shape, None if c is None else c.shape
         ctx.same, ctx.c_dtype = join.same, None if c is None else c.dtype
         ctx.scale, ctx.ratio = how.scale, ratio
@@ -301,7 +300,7 @@ class _Joined(torch.autograd.Function):
         a = gradient if a is None else a.float()
         if ctx.same:
             b, ratio = a, 2 * ratio
-        join = replace(join, a=a, b=b)
+        join = join._replace(a=a, b=b)
         needs_a, needs_b, needs_c = ctx.needs_input_grad[:3]
         needs_b = needs_b and not ctx.same
         passes = None if torch.is_grad_enabled() else offered(gradient)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fxquant.numerics.grids import power_of_two
+from fxquant.numerics.grids import Grid, largest_pairs, power_of_two
 from fxquant.primitives.quantization import HALF_STEPS, half_step, requantize_fixed, requantize_real
 from fxquant.support import Offers
 from fxquant.support.files import start
@@ -201,6 +201,10 @@ class Passes:
         low, high = torch.aminmax(weight.flatten(1), dim=1)
         return torch.maximum(-low, high)
 
+    def weight_pairs(self, weight: Tensor, gain: Tensor | None) -> Tensor:
+        """Return `largest_pairs` of each channel of weight · gain, (channels,)."""
+        return largest_pairs(weight if gain is None else weight * gain.reshape(-1, *[1] * (weight.dim() - 1)))
+
     def weigh(self, weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
         """Return round(weight · gain / scale) within the limits, and the sum of each channel's magnitudes, float64."""
         shape = (-1, *[1] * (weight.dim() - 1))
@@ -215,6 +219,26 @@ class Passes:
         if gain is None:
             return of_folded, None
         return of_folded * gain.reshape(shape), (of_folded * weight).flatten(1).sum(1)
+
+    def quantize(self, value: Tensor, grid: Grid, bounds: tuple[float, float] | None) -> tuple[Tensor, tuple[Tensor | None, int]]:
+        """Return the centred integers of a float tensor on a grid; and the result of `within_grid`, if bounds are given."""
+        return grid.quantize(value), (None, 0) if bounds is None else within_grid(value, grid.scale, bounds)
+
+    def quantize_back(self, gradient: Tensor, inside: Tensor | None, scale: Tensor) -> Tensor:
+        """Return gradient / scale, and 0 where the mask is 0."""
+        return (gradient if inside is None else torch.where(inside.bool(), gradient, 0.0)) / scale
+
+
+def within_grid(value: Tensor, scale: Tensor, bounds: tuple[float, float]) -> tuple[Tensor | None, int]:
+    """Return the mask of elements within `bounds` in units of the scale, uint8, or None if all are, and the number of others."""
+    low, high = bounds
+    if scale.numel() == 1 and value.numel():
+        least, most = (torch.stack(torch.aminmax(value)) / scale.flatten()).tolist()  # a quotient rises with its dividend, rounded too
+        if least >= low and most <= high:
+            return None, 0
+    steps = value / scale
+    inside = (steps >= low).logical_and_(steps <= high).contiguous()
+    return inside.view(torch.uint8), inside.numel() - int(torch.count_nonzero(inside))
 
 
 class _Switch(threading.local):
@@ -241,8 +265,10 @@ def admitted(*tensors: Tensor | None) -> bool:
 
 def plain(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
     """Return whether `tensors` are plain (not of a subclass), of one of `dtypes`, and outside of torch.func's transforms."""
-    is_plain = all(type(t) in _PLAIN and t.dtype in dtypes for t in tensors if t is not None)
-    return is_plain and not torch._C._are_functorch_transforms_active()
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.dtype not in dtypes):
+            return False
+    return not torch._C._are_functorch_transforms_active()
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -414,33 +440,28 @@ class Constants:
 
 class _OnGrid(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, integers: Tensor, scale: Tensor, bounds: tuple[float, float]) -> Tensor:
-        inside, without = _within_grid(value, scale, bounds)
-        ctx.save_for_backward(None if inside is None else kept_mask(inside, without), scale)
+    def forward(ctx: Any, value: Tensor, integers: Tensor, scale: Tensor, marks: tuple[Tensor | None, int]) -> Tensor:
+        ctx.save_for_backward(None if marks[0] is None else kept_mask(*marks), scale)
         return integers.view_as(integers)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         mask, scale = ctx.saved_tensors
         inside = opened_mask(mask, torch.empty(gradient.shape, device="meta", dtype=torch.float32))
-        return (gradient if inside is None else torch.where(inside.bool(), gradient, 0.0)) / scale, None, None, None
-
-
-def _within_grid(value: Tensor, scale: Tensor, bounds: tuple[float, float]) -> tuple[Tensor | None, int]:
-    """Return the mask of elements within `bounds` in units of the scale, uint8, or None if all are, and the number of others."""
-    low, high = bounds
-    if scale.numel() == 1 and value.numel():
-        least, most = (torch.stack(torch.aminmax(value)) / scale.flatten()).tolist()  # a quotient rises with its dividend, rounded too
-        if least >= low and most <= high:
-            return None, 0
-    steps = value / scale
-    inside = (steps >= low).logical_and_(steps <= high).contiguous()
-    return inside.view(torch.uint8), inside.numel() - int(torch.count_nonzero(inside))
+        return _passes(gradient).quantize_back(gradient, inside, scale), None, None, None
 
 
 def on_grid(value: Tensor, integers: Tensor, scale: Tensor, bounds: tuple[float, float]) -> Tensor:
     """Return `integers`, bit for bit, of their shape and dtype, with the gradient of (value / scale).clamp(*bounds)."""
-    return _OnGrid.apply(value, integers, scale, bounds)  # type: ignore[no-untyped-call,no-any-return]
+    return _OnGrid.apply(value, integers, scale, within_grid(value, scale, bounds))  # type: ignore[no-untyped-call,no-any-return]
+
+
+def quantized(value: Tensor, grid: Grid, bounds: tuple[float, float]) -> Tensor:
+    """Return the centred integers of a float tensor on a grid, with the gradient of (value / scale).clamp(*bounds)."""
+    marked = bounds if value.requires_grad and torch.is_grad_enabled() else None
+    with torch.no_grad():
+        integers, marks = _passes(value).quantize(value, grid, marked)
+    return integers if marked is None else _OnGrid.apply(value, integers, grid.scale, marks)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Whole(torch.autograd.Function):
@@ -463,6 +484,12 @@ def largest(weight: Tensor, gain: Tensor | None) -> Tensor:
     with torch.no_grad():
         magnitudes = _passes(weight).weight_ends(weight)
         return magnitudes if gain is None else magnitudes * gain.abs()
+
+
+def pairs(weight: Tensor, gain: Tensor | None) -> Tensor:
+    """Return the `largest_pairs` of each channel of a weight times the gain, (channels,)."""
+    with torch.no_grad():
+        return _passes(weight).weight_pairs(weight, gain)
 
 
 def whole(weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:

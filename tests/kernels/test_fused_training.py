@@ -1,6 +1,7 @@
 """Fused training gives what the primitives give, one by one: bits forward, gradients backward; and it keeps fewer bits."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from fractions import Fraction
@@ -13,6 +14,8 @@ from torch import Tensor, fx, nn
 import fxquant as fxq
 from fxquant.accuracy.walk import real_result
 from fxquant.backends.cpu import native
+from fxquant.backends.cpu.training import SMALLEST, NativePasses
+from fxquant.numerics.grids import INT8, Grid
 from fxquant.numerics.rounding import straight_through
 from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives.accumulate import linear
@@ -342,17 +345,37 @@ def test_little_is_kept_as_it_is() -> None:
     assert fused_elementwise._narrow(x) is x
 
 
-@pytest.mark.parametrize("reach", [0.9, 1.5, float("nan")])
-def test_gradients_end_where_the_grid_does(reach: float) -> None:
-    value = torch.linspace(-1, 1, 1001)
-    value[500] *= reach
-    value, scale, bounds = value * (0.9 if reach != reach else reach) * 128, torch.tensor(1.0), (-128.0, 127.0)
-    integers = value.nan_to_num().round().clamp(*bounds)
-    one, other = (value.clone().requires_grad_() for _ in range(2))
+@pytest.mark.parametrize("reach", [0.9, 1.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("count", [1001, pytest.param(5001, marks=IN_C)])
+def test_gradients_end_where_the_grid_does(reach: float, count: int) -> None:
+    value, scale, bounds = torch.linspace(-1, 1, count), torch.tensor(0.37), (-128.0, 127.0)
+    value *= (reach if math.isfinite(reach) else 0.9) * 128 * scale
+    value[count // 3] *= reach
+    with fused_layers.unfused():
+        integers = Grid(INT8, scale).quantize(value)
+    one, other, third = (value.clone().requires_grad_() for _ in range(3))
     actual, wanted = fused_layers.on_grid(one, integers, scale, bounds), straight_through((other / scale).clamp(*bounds), integers)
+    with mock.patch.object(NativePasses, "quantize", autospec=True, side_effect=NativePasses.quantize) as in_c:
+        quantized = fused_layers.quantized(third, Grid(INT8, scale), bounds)
+    assert in_c.called == (count > SMALLEST)
     assert torch.equal(actual, integers)
+    assert torch.equal(quantized, integers)
     weights = torch.cos(value.nan_to_num())
-    assert torch.equal(torch.autograd.grad((actual * weights).sum(), one)[0], torch.autograd.grad((wanted * weights).sum(), other)[0])
+    pairs = zip((actual, wanted, quantized), (one, other, third), strict=True)
+    first, *others = (torch.autograd.grad((result * weights).sum(), of)[0] for result, of in pairs)
+    assert all(torch.equal(first, each) for each in others)
+
+
+@IN_C
+@pytest.mark.parametrize("shape", [(64, 65), (33, 128), (16, 32, 3, 3), (16, 31, 3, 3), (500, 1, 3, 3), (24, 200, 1, 1)])
+def test_pairs_of_weights_are_those_of_tensors(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    with mock.patch.object(NativePasses, "weight_pairs", autospec=True, side_effect=NativePasses.weight_pairs) as in_c:
+        for gain in (None, torch.linspace(-2, 3, len(weight))):
+            assert torch.equal(fused_layers.pairs(weight, gain), Passes().weight_pairs(weight, gain))
+        weight[1].view(-1)[-1] = float("nan")
+        assert fused_layers.pairs(weight, None).isnan().nonzero().tolist() == [[1]]
+    assert in_c.call_count == 3
 
 
 def test_operands_that_are_not_rounded_are_kept_as_they_are() -> None:

@@ -372,8 +372,10 @@ def averaged(end: float, value: float, count: int, averaging_constant: float) ->
 
 def in_numbers(*scalars: Tensor) -> bool:
     """Return whether scalars may be computed as Python numbers: in a tenth of the time, with the same bits."""
-    plain = all(type(each) in _PLAIN and each.device.type == "cpu" for each in scalars)
-    return plain and not torch._C._are_functorch_transforms_active()
+    for each in scalars:
+        if type(each) not in _PLAIN or not each.is_cpu:
+            return False
+    return not torch._C._are_functorch_transforms_active()
 
 
 _PLAIN = (Tensor, nn.Parameter)
