@@ -402,6 +402,26 @@ void fxq_segments(const Join *p) {
     }
 }
 
+/* Of ratios c: the integers of `columns` bits times 2^-exponent, in `integers` and `real`; the exponent is c_rows at most. An integer that
+   rounds up to 2^columns is halved if `wide`, else one less. outside: how many are so near a tie that float64 cannot decide. */
+void fxq_mantissas(Join *p) {
+    int64_t *integers = (int64_t *)(void *)p->integers, *exponents = (int64_t *)(void *)p->real, whole = (int64_t)1 << p->columns;
+    p->outside = 0;
+    for (int64_t i = 0; i < p->rows; i++) {
+        double ratio = p->c[i];
+        int exponent;
+        frexp(ratio, &exponent);
+        int64_t k = p->columns - exponent;
+        k = k > p->c_rows ? p->c_rows : k;
+        double scaled = scalbn(ratio, (int)k);
+        if (!(fabs(ratio) < 1e300 && fabs(ratio) > 1e-300) || fabs(scaled - floor(scaled) - 0.5) <= scaled * 0x1p-48) p->outside++;
+        int64_t mantissa = (int64_t)rint(scaled), carried = mantissa >> p->columns;
+        integers[i] = p->wide ? mantissa >> carried : mantissa < whole ? mantissa : whole - 1;
+        exponents[i] = p->wide ? k - carried : k;
+        if (p->outside) return;
+    }
+}
+
 /* ---- marks: where `mask`, of `rows` bytes, is 0, and the other way round ---- */
 
 void fxq_places(const Join *p) {

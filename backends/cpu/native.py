@@ -177,7 +177,19 @@ _INTEGER = ("convolution", "depthwise", "finish", "quantize", "max_pool", "looku
 # functions of training, and those of elementwise chains and of programs.
 _SUMS = ("collect", "ends", "finish_forward", "finish_backward", "marked_backward", "centre", "quantize", "quantize_backward")
 _WEIGHTS = ("weight_ends", "weight_pairs", "weight_forward", "weight_backward")
-_JOINED = ("join_ends", "join_forward", "join_backward", "occurs", "look_up", "look_back", "places", "marks", "to_bytes", "segments")
+_JOINED = (
+    "join_ends",
+    "join_forward",
+    "join_backward",
+    "occurs",
+    "look_up",
+    "look_back",
+    "places",
+    "marks",
+    "to_bytes",
+    "segments",
+    "mantissas",
+)
 training_library = functools.cache(functools.partial(_loaded, TRAINING, (*_SUMS, *_WEIGHTS, "row_ends", "magnitudes", "signed")))
 joining_library = functools.cache(functools.partial(_loaded, JOINING, _JOINED))
 chains_library = functools.cache(functools.partial(_loaded, CHAINS, ("chain", "program")))

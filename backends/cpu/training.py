@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, Count, Pass, fields
-from fxquant.numerics import segments
+from fxquant.numerics import grids, segments
 from fxquant.numerics.grids import Grid
 from fxquant.numerics.segments import Lines
 from fxquant.quantization.observers import ranges
@@ -358,6 +358,21 @@ class NativeSegments:
         return result
 
 
+class NativeMantissas:
+    """The kernel of `Ratio.mantissa` in C."""
+
+    def takes(self, ratio: Tensor) -> bool:
+        """Return whether there is a library, and the float64 ratios are a plain tensor in CPU memory."""
+        plain = fused_layers.plain(ratio, dtypes=(torch.float64,))
+        return plain and ratio.is_cpu and not isinstance(native.joining_library(), str)
+
+    def mantissas(self, ratio: Tensor, bits: int, largest: int, carries: bool) -> tuple[Tensor, Tensor] | None:
+        mantissas, exponents = (torch.empty(ratio.shape, dtype=torch.int64, device="cpu") for _ in range(2))
+        structure = _Join(rows=ratio.numel(), columns=bits, c_rows=largest, wide=carries)
+        _join_call("mantissas", structure, {"c": ratio, "integers": mantissas, "real": exponents})
+        return None if structure.outside else (mantissas, exponents)
+
+
 class NativeMarks:
     """The kernels `Marks` in C, for saturation masks."""
 
@@ -378,6 +393,7 @@ class NativeMarks:
 
 fused_layers.MASKS.add(NativeMarks())
 segments.OFFERS.add(NativeSegments())
+grids.OFFERS.add(NativeMantissas())
 fused_elementwise.OFFERS.add(NativeJoining())
 
 

@@ -7,6 +7,7 @@ definitions are those of backends/bpu/ARITHMETIC.md, and the slow oracle in test
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fxquant.support import Offers
 
 FLOAT32_EPSILON = 2.0**-23  # the scale of what is zero everywhere
 SMALLEST_SCALE = 2.0**-48  # of anything else: products and ratios of a few scales stay normal float32 numbers
@@ -456,9 +459,13 @@ class Ratio:
         numbers = self.numbers()
         if numbers is not None and all(numbers[1]):
             return torch.tensor(_quotient(*numbers), dtype=torch.float64, device="cpu")
-        one = torch.ones((), dtype=torch.float64, device=self.numerators[0].device)
         above, below = (map(Tensor.double, factors) for factors in (self.numerators, self.denominators))
-        return reduce(torch.div, below, reduce(torch.mul, above, one))
+        return reduce(torch.div, below, reduce(torch.mul, above))
+
+    @functools.cached_property
+    def detached(self) -> Tensor:
+        """The same without gradients, computed once."""
+        return self.approximate().detach()
 
     def exact(self) -> list[Fraction]:
         """Return the ratio of every element, in order of the broadcast shape, as exact fractions. Slow."""
@@ -478,7 +485,7 @@ class Ratio:
             numbers = self.numbers() if exponent.dim() == 0 else None
         if numbers is not None and all(numbers[1]):
             return torch.tensor(_whole(*numbers, int(exponent), halves_up), dtype=torch.int64, device="cpu")
-        approximate = self.approximate().detach() * power_of_two(exponent)
+        approximate = self.detached * power_of_two(exponent)
         result = torch.round(approximate)
         doubtful = ((approximate - torch.floor(approximate)) - 0.5).abs() <= approximate * 2.0**-48
         if bool(doubtful.any()):
@@ -507,7 +514,10 @@ class Ratio:
         fixed = None if numbers is None else _mantissa(*numbers, bits, largest_exponent, carries)
         if fixed is not None:
             return torch.tensor(fixed[0], dtype=torch.int64, device="cpu"), torch.tensor(fixed[1], dtype=torch.int64, device="cpu")
-        k = (bits - torch.frexp(self.approximate()).exponent.to(torch.int64)).clamp_max(largest_exponent)
+        offered = OFFERS.first(self.detached)
+        if offered is not None and (found := offered.mantissas(self.detached, bits, largest_exponent, carries)) is not None:
+            return found  # type: ignore[no-any-return]
+        k = (bits - torch.frexp(self.detached).exponent.to(torch.int64)).clamp_max(largest_exponent)
         mantissa = self.rounded(k, halves_up=not carries)
         if not carries:
             return mantissa.clamp_max(2**bits - 1), k
@@ -515,6 +525,7 @@ class Ratio:
         return mantissa >> carried, k - carried
 
 
+OFFERS = Offers[Any]()  # of a backend, whose `mantissas` returns (M, k) of a float64 tensor, or None where rounding is in doubt
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -623,7 +634,7 @@ class MeasuredWidths(FixedWidths):
         multiplier, k = ratio.mantissa(self.multiplier_bits, largest_exponent=first + self.largest_shift, carries=False)
         last = torch.full_like(k, self.largest_shift)
         if layer and self.layer_shift > self.largest_shift:
-            product = ratio.approximate().detach() * power_of_two(k - self.layer_shift) * (2 ** (self.intermediate_bits - 1) - 1)
+            product = ratio.detached * power_of_two(k - self.layer_shift) * (2 ** (self.intermediate_bits - 1) - 1)
             last = torch.where(product >= output.high, self.layer_shift, last)
         right_shift = torch.minimum(k, last)
         if wide:
@@ -707,7 +718,7 @@ def _fixed_of_numbers(multiplier: int, k: int, widths: FixedWidths, output: IntT
 
 def real_multiplier(ratio: Ratio) -> Tensor:
     """Return the ratio rounded once, half to even, to float32; at most the largest float32, with which every non-zero integer saturates."""
-    approximate = ratio.approximate().detach()
+    approximate = ratio.detached
     near = approximate * (1 - 2.0**-48), approximate * (1 + 2.0**-48)  # the exact ratio is between them
     least, most = (end.clamp_max(LARGEST_FLOAT32).float() for end in near)
     if torch.equal(least, most) and bool((least >= SMALLEST_NORMAL).all()):

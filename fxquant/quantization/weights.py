@@ -329,33 +329,39 @@ def fold(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) 
     gain = running_gain(batch_norm)
     shape = [1] * weight.dim()
     shape[axis] = -1
-    return weight * gain.reshape(shape), fold_bias(bias, batch_norm)
+    return weight * gain.reshape(shape), fold_bias(bias, batch_norm, gain)
 
 
-def fold_bias(bias: Tensor | None, batch_norm: BatchNorm) -> Tensor:
-    """Return the bias of the layer that `fold` describes."""
+def fold_bias(bias: Tensor | None, batch_norm: BatchNorm, gain: Tensor) -> Tensor:
+    """Return the bias of the layer that `fold` describes, with its `running_gain`."""
     assert batch_norm.running_mean is not None
     offset = -batch_norm.running_mean if bias is None else bias - batch_norm.running_mean
-    folded = offset * running_gain(batch_norm)
+    folded = offset * gain
     return folded if batch_norm.bias is None else folded + batch_norm.bias
 
 
 def correct_batch(
-    batch_norm: BatchNorm, weight_bias: Tensor | None, mean: Tensor, variance: Tensor, count: int, step: Tensor, usable: Tensor
+    batch_norm: BatchNorm,
+    gain: Tensor,
+    weight_bias: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    count: int,
+    step: Tensor,
+    usable: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return (c, b), per channel, so that (z + b) · c is normalized by this batch's statistics; update the running ones; differentiable.
 
     z is the layer's result with the running statistics folded in, without its bias. `mean` and `variance`, float32, are those of z in
     units of `step`, a scalar or one number per channel, over `count` values of each channel:
 
-        (z - mean(z)) · c + β  =  (z + β/c - mean(z)) · c,    c = sqrt((running_var + ε) / (var(z)/g² + ε)),   g = γ / sqrt(running_var + ε)
+        (z - mean(z)) · c + β  =  (z + β/c - mean(z)) · c,    c = sqrt((running_var + ε) / (var(z)/g² + ε)),   g = γ / sqrt(running_var + ε), the `gain`
 
     So the statistics are those of the quantized weights. A channel that is not `usable`, or whose γ is 0, keeps the running ones.
     """
     assert batch_norm.running_mean is not None
     assert batch_norm.running_var is not None
     running = batch_norm.running_var + batch_norm.eps
-    gain = running_gain(batch_norm)
     usable = usable & (gain != 0)
     unit = step / torch.where(usable, gain, 1)  # of the layer before its batch norm
     of_batch = variance * unit.square()
