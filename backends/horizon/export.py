@@ -20,8 +20,7 @@ from fxquant.backends.onnx.horizon import CALIBRATED_OPSET, OPSET, CalibratedWri
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import TensorFact, fact, source
 from fxquant.ir.integer import Operation, QParams, operation, qparams
-from fxquant.numerics.grids import ACTIVATION_TYPES, FLOAT32_EPSILON
-from fxquant.numerics.segments import wraps
+from fxquant.numerics.grids import ACTIVATION_TYPES, FLOAT32_EPSILON, wraps
 from fxquant.ops import BY_NAME
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.table import SHIFTED, segments_of

@@ -191,11 +191,10 @@ class FusedLowering(EagerLowering):
         return straight_through(arguments[0] * value.slope, exact)
 
     def quantize(self, input: Tensor) -> Quantized:
-        to = self.output
-        if (to.learns and torch.is_grad_enabled()) or not fused_layers.admitted(input):
+        if (self.output.learns and torch.is_grad_enabled()) or not fused_layers.admitted(input):
             return super().quantize(input)
-        self._set(to, lambda: input if self.observed_instead is None else self.observed_instead)
-        grid = to.grid
+        self._set(self.output, lambda: input if self.observed_instead is None else self.observed_instead)
+        grid = self.output.grid
         return self._on(grid, fused_layers.quantized(input, grid, grid.bounds))
 
     def _fuses(self, to: Quantizer) -> bool:

@@ -7,14 +7,13 @@ definitions are those of backends/bpu/ARITHMETIC.md, and the slow oracle in test
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import reduce
-from typing import Any
+from functools import cached_property, reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -403,6 +402,126 @@ def _table_entry(function: Callable[[float], float] | None, x: float, output_sca
     return min(max(round_half_up(value), output.low), output.high)
 
 
+# ---- Functions of 16 bits by segments: six tables between two straight lines ------------------------------------------
+PLACES, TABLES, LAST, STEP = 256, 6, 63, 256  # distances between places; tables; the last entry of each; positions between two entries
+LEAST, OVERFLOW = 1e-6, 2.0**31  # the least operand of a function with a pole; the steps from which an entry becomes the lowest integer
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A unary function as a chip evaluates it to find the segments that replace it."""
+
+    function: Callable[[Tensor], Tensor]  # of float32 tensors, rounding to float32 as the chip's compiler does
+    parity: int = 0  # 1 for an even function and -1 for an odd one, which are computed of magnitudes
+    bends: Interval = EVERYTHING  # outside of it, it is a straight line
+    pole: Callable[[Tensor], Tensor] | None = None  # returns the operand at which it reaches a value, if it is infinite at 0
+
+
+def evenly(start: Tensor, stop: Tensor, parts: int) -> Tensor:
+    """Return parts + 1 float32 numbers from `start` to `stop` in a new last dimension, at even distances rounded to float32."""
+    distance = ((stop - start) / parts).unsqueeze(-1)
+    numbers = start.unsqueeze(-1) + torch.arange(parts + 1, dtype=torch.float32, device="cpu") * distance
+    numbers[..., -1] = stop
+    return numbers
+
+
+def _knots(form: Segments, first: Tensor, last: Tensor) -> Tensor:
+    """Return the ends of the tables, 7 float32 numbers: from one to the next the slope changes by a sixth of its whole change."""
+    places = evenly(first, last, PLACES)
+    changes = form.function(places).diff(n=2).abs().double().cumsum(0).float()
+    reached = torch.searchsorted(changes / changes[-1], torch.arange(1, TABLES, device="cpu") / TABLES) + 2
+    ends = [0, *(min(place, PLACES) for place in reached.tolist()), PLACES]
+    at = places[ends].tolist()
+    knots, before = at[:1], 0
+    while before < TABLES:  # tables that would end at one place share what is before it
+        after = max(index for index, end in enumerate(ends) if end == ends[before + 1])
+        distance = float32(float32(at[after] - at[before]) / (after - before))
+        knots += [*(float32(at[before] + float32(index * distance)) for index in range(1, after - before)), at[after]]
+        before = after
+    return torch.tensor(knots, dtype=torch.float32, device="cpu")
+
+
+def _in_short(slope: float, offset: float) -> tuple[int, int, int]:
+    """Return v = (q · multiplier + (bias << left)) / 2^right for v = slope · q + offset: multiplier and bias of 16 bits."""
+    slope, offset = (number if math.isfinite(number) else 0.0 for number in (slope, offset))
+    right = min(max(15 - math.frexp(slope)[1], 0), 16) if slope else 15
+    multiplier = _short(slope * 2.0**right)
+    shifts = math.frexp(offset * 2.0**right)[1] - 15
+    lowered = min(max(shifts - 15, 0), right)
+    multiplier, right = multiplier >> lowered, right - lowered
+    left = min(max(shifts - lowered, 0), 15)
+    return multiplier, _short(offset * 2.0 ** (right - left)) << left, right
+
+
+def _short(value: float) -> int:
+    """Return the nearest integer, halves away from zero, within ±32767."""
+    return int(math.copysign(min(math.floor(abs(value) + 0.5), 32767), value))
+
+
+def wraps(form: Segments, scale: Tensor, step: Tensor) -> bool:
+    """Return whether an entry at the end of the operand's range has too many steps, so that the chip stores the lowest integer."""
+    return form.pole is None and bool(form.function(32767 * scale.float().cpu()) / step.float().cpu() >= OVERFLOW)
+
+
+def by_segments(form: Segments, scale: Tensor, output: Grid, integers: Tensor) -> Tensor:
+    """Return the integers of a unary function of int16 integers, int64, on a scale, in the output's storage, by the chip's segments."""
+    scale, step = scale.cpu(), output.scale.cpu()
+    low, high = (end * scale for end in (0.0 if form.parity else -32768.0, 32767.0))
+    first, last = low.clamp_min(form.bends[0]), high.clamp_max(form.bends[1])
+    if form.pole is not None:
+        low, first = torch.full_like(low, LEAST), form.pole(output.high * step).clamp_min(0)
+    knots = _knots(form, first, last)
+    points = evenly(knots[:-1], knots[1:], LAST)
+    values = form.function(points)
+    entries = values / step
+    overflows, entries = entries >= OVERFLOW, round_away(entries).nan_to_num(0).clamp(output.low, output.high).long()
+    entries[overflows] = output.low
+    # The straight lines, each through two points: those of the first and of the last entries, or of the ends of what lies outside.
+    below, above = torch.stack([low, first]), torch.stack([last, high])
+    of_low, *of_at = form.function(torch.stack([low, first, last])).tolist()
+    ends = points[0, :2] if low >= first or math.isnan(of_low) else below, points[-1, -2:] if high <= last else above
+    two = torch.stack(ends)
+    slopes = torch.diff(form.function(two))[:, 0] / torch.diff(two)[:, 0]
+    at = torch.stack([first, last])
+    outer = slopes / step * scale, (torch.tensor(of_at, dtype=torch.float32, device="cpu") - slopes * at) / step
+    per_table = torch.full_like(knots[1:], STEP * LAST) / torch.diff(knots)  # a number over a tensor would be rounded twice
+    inner = per_table * scale, -knots[:-1] * per_table
+    (first_slope, last_slope), (first_offset, last_offset), *tables = (numbers.tolist() for numbers in (*outer, *inner))
+    lines = [(first_slope, first_offset), *zip(*tables, strict=True), (last_slope, last_offset)]
+    short = torch.tensor([_in_short(*line) for line in lines], dtype=torch.int64, device="cpu")
+    starts = round_away(knots / scale).long()
+    kernels = OFFERS.first(integers) if bool((starts.diff() >= 0).all()) else None
+    evaluate = _evaluate if kernels is None else kernels.segments
+    return evaluate(integers, Lines(starts, short, entries, form.parity, *output.bounds)).to(output.type.storage)
+
+
+class Lines(NamedTuple):
+    """Eight straight lines between 7 integers, of which the inner six are followed by tables."""
+
+    starts: Tensor  # int64 of shape (7,): where a line starts, except the first
+    lines: Tensor  # int64 of shape (8, 3): multiplier, bias and right shift of each
+    entries: Tensor  # int64 of shape (6, 64): the tables
+    parity: int  # of the function: 1, -1, or 0 for neither
+    low: int  # low, high: the limits of the result
+    high: int
+
+
+def _evaluate(integers: Tensor, lines: Lines) -> Tensor:
+    """Return the function's integers of a tensor of int16 integers, int64."""
+    multiplier, bias, right = lines.lines.unbind(1)
+    place = integers.abs().clamp_max(32767) if lines.parity else integers
+    segment = torch.searchsorted(lines.starts, place)
+    value = place * multiplier[segment] + bias[segment]
+    value = (value + ((1 << right[segment]) >> 1)) >> right[segment]
+    position = value.clamp(0, STEP * LAST)
+    entry = (position // STEP).clamp_max(LAST - 1)
+    beyond, row = position - STEP * entry, (segment - 1).clamp(0, TABLES - 1)
+    between = (lines.entries[row, entry] * (STEP - beyond) + lines.entries[row, entry + 1] * beyond + STEP // 2) // STEP
+    result = torch.where((segment == 0) | (segment == TABLES + 1), value, between).clamp(lines.low, lines.high)
+    signed = torch.where(integers < 0, lines.parity * result, result) if lines.parity else result
+    return signed.clamp(lines.low, lines.high)
+
+
 def accumulator_bound(weight: Tensor, bias: Tensor | None, axis: int, input_magnitude: int) -> Tensor:
     """Return the largest |accumulator| any input can cause, per output channel: Σ|w| · max|x| + |bias| (float64, exact below 2^53).
 
@@ -462,9 +581,9 @@ class Ratio:
         above, below = (map(Tensor.double, factors) for factors in (self.numerators, self.denominators))
         return reduce(torch.div, below, reduce(torch.mul, above))
 
-    @functools.cached_property
+    @cached_property
     def detached(self) -> Tensor:
-        """The same without gradients, computed once."""
+        """Return the same without gradients; it is computed once."""
         return self.approximate().detach()
 
     def exact(self) -> list[Fraction]:
@@ -481,10 +600,6 @@ class Ratio:
         Computed in float64; an element so near a tie that the few roundings on the way could decide it is
         computed again with fractions. Requires results below 2^31.
         """
-        with torch.no_grad():
-            numbers = self.numbers() if exponent.dim() == 0 else None
-        if numbers is not None and all(numbers[1]):
-            return torch.tensor(_whole(*numbers, int(exponent), halves_up), dtype=torch.int64, device="cpu")
         approximate = self.detached * power_of_two(exponent)
         result = torch.round(approximate)
         doubtful = ((approximate - torch.floor(approximate)) - 0.5).abs() <= approximate * 2.0**-48
@@ -509,14 +624,10 @@ class Ratio:
         fewer bits, down to 0. An M that rounds up to 2^bits is halved, with k less by one, if it `carries`. Without `carries` it is
         2^bits - 1, and ties round up, as the vendor's compiler computes it.
         """
-        with torch.no_grad():
-            numbers = self.numbers()
-        fixed = None if numbers is None else _mantissa(*numbers, bits, largest_exponent, carries)
-        if fixed is not None:
-            return torch.tensor(fixed[0], dtype=torch.int64, device="cpu"), torch.tensor(fixed[1], dtype=torch.int64, device="cpu")
-        offered = OFFERS.first(self.detached)
-        if offered is not None and (found := offered.mantissas(self.detached, bits, largest_exponent, carries)) is not None:
-            return found  # type: ignore[no-any-return]
+        kernels = OFFERS.first(self.detached)
+        pair = None if kernels is None else kernels.mantissas(self.detached, bits, largest_exponent, carries)
+        if pair is not None:
+            return pair  # type: ignore[no-any-return]
         k = (bits - torch.frexp(self.detached).exponent.to(torch.int64)).clamp_max(largest_exponent)
         mantissa = self.rounded(k, halves_up=not carries)
         if not carries:
@@ -525,7 +636,7 @@ class Ratio:
         return mantissa >> carried, k - carried
 
 
-OFFERS = Offers[Any]()  # of a backend, whose `mantissas` returns (M, k) of a float64 tensor, or None where rounding is in doubt
+OFFERS = Offers[Any]()  # kernels of a backend, for a tensor of float64 ratios or int64 integers
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -536,32 +647,6 @@ def _nearest(value: Fraction, halves_up: bool) -> int:
 def _quotient(numerators: list[float], denominators: list[float]) -> float:
     """Compute `Ratio.approximate` on Python numbers: the same operations in the same order."""
     return reduce(operator.truediv, denominators, math.prod(numerators, start=1.0))
-
-
-def _whole(numerators: list[float], denominators: list[float], exponent: int, halves_up: bool) -> int:
-    """Compute `Ratio.rounded` on Python numbers."""
-    scaled = math.ldexp(_quotient(numerators, denominators), exponent)
-    if abs(scaled - math.floor(scaled) - 0.5) > scaled * 2.0**-48:
-        return round(scaled)
-    above, below = (math.prod(map(Fraction, factors), start=Fraction(1)) for factors in (numerators, denominators))
-    return _nearest(above / below * Fraction(2) ** exponent, halves_up)
-
-
-def _mantissa(
-    numerators: list[float], denominators: list[float], bits: int, largest_exponent: int, carries: bool = True
-) -> tuple[int, int] | None:
-    """Compute `Ratio.mantissa` on Python numbers; return None if a factor is not positive and finite, or the ratio is extreme."""
-    if not all(0 < factor < math.inf for factor in (*numerators, *denominators)):
-        return None
-    value = _quotient(numerators, denominators)
-    if not 2.0**-960 < value < 2.0**960:
-        return None
-    k = min(bits - math.frexp(value)[1], largest_exponent)
-    mantissa = _whole(numerators, denominators, k, halves_up=not carries)
-    if not carries:
-        return min(mantissa, 2**bits - 1), k
-    carried = mantissa >> bits
-    return mantissa >> carried, k - carried
 
 
 @dataclass(frozen=True)
@@ -592,12 +677,6 @@ class FixedWidths:
         multiplier = torch.where(overflow, 2**self.multiplier_bits - 1, multiplier)
         return FixedRequantization(shift.int(), multiplier.int(), right_shift.clamp_min(1).int())
 
-    def _limited_numbers(self, shift: int, multiplier: int, right_shift: int) -> FixedRequantization:
-        """Compute `limited` on Python numbers."""
-        if right_shift < 1:
-            multiplier, right_shift = 2**self.multiplier_bits - 1, 1
-        return FixedRequantization(*(torch.tensor(each, dtype=torch.int32, device="cpu") for each in (shift, multiplier, right_shift)))
-
 
 @dataclass(frozen=True)
 class MeasuredWidths(FixedWidths):
@@ -622,16 +701,15 @@ class MeasuredWidths(FixedWidths):
 
         A `layer` with weights may have `layer_shift`; one with a `wide` operand, int16, has at least `wide_first_shift`.
         """
-        with torch.no_grad():
-            numbers = ratio.numbers()
-        fixed = None if numbers is None else self._of_numbers(*numbers, output, accumulator_bits, layer, wide)
-        if fixed is not None:
-            return self._limited_numbers(*fixed)
-        if accumulator_bits <= 16:  # a quantized tensor is multiplied without a first shift
-            multiplier, k = ratio.mantissa(self.multiplier_bits, largest_exponent=31, carries=False)
-            return self.limited(torch.zeros_like(k), multiplier, k)
         first = max(self.largest_first_shift, accumulator_bits - 17)
-        multiplier, k = ratio.mantissa(self.multiplier_bits, largest_exponent=first + self.largest_shift, carries=False)
+        largest = 31 if accumulator_bits <= 16 else first + self.largest_shift
+        limits = self.layer_shift if layer else self.largest_shift, self.wide_first_shift if wide else 0
+        if (constants := _by_kernel(ratio, self, largest, output, max(accumulator_bits - 16, 0), limits)) is not None:
+            return constants
+        if accumulator_bits <= 16:  # a quantized tensor is multiplied without a first shift
+            multiplier, k = ratio.mantissa(self.multiplier_bits, largest, carries=False)
+            return self.limited(torch.zeros_like(k), multiplier, k)
+        multiplier, k = ratio.mantissa(self.multiplier_bits, largest, carries=False)
         last = torch.full_like(k, self.largest_shift)
         if layer and self.layer_shift > self.largest_shift:
             product = ratio.detached * power_of_two(k - self.layer_shift) * (2 ** (self.intermediate_bits - 1) - 1)
@@ -641,25 +719,6 @@ class MeasuredWidths(FixedWidths):
             right_shift = torch.minimum(right_shift, (k - self.wide_first_shift).clamp_min(1))
         return self.limited(k - right_shift, multiplier, right_shift)
 
-    def _of_numbers(
-        self, numerators: list[float], denominators: list[float], output: IntType, accumulator_bits: int, layer: bool, wide: bool
-    ) -> tuple[int, int, int] | None:
-        """Compute `constants`, not yet limited, on Python numbers; return None where `_mantissa` does."""
-        shifted, first = accumulator_bits > 16, max(self.largest_first_shift, accumulator_bits - 17)
-        largest = first + self.largest_shift if shifted else 31
-        fixed = _mantissa(numerators, denominators, self.multiplier_bits, largest, carries=False)
-        if fixed is None:
-            return None
-        multiplier, k = fixed
-        right_shift = k
-        if shifted:
-            product = _quotient(numerators, denominators) * 2.0 ** (k - self.layer_shift) * (2 ** (self.intermediate_bits - 1) - 1)
-            longer = layer and self.layer_shift > self.largest_shift and product >= output.high
-            right_shift = min(k, self.layer_shift if longer else self.largest_shift)
-            if wide:
-                right_shift = min(right_shift, max(k - self.wide_first_shift, 1))
-        return k - right_shift, multiplier, right_shift
-
 
 @dataclass(frozen=True)
 class FixedRequantization:
@@ -668,6 +727,12 @@ class FixedRequantization:
     shift: Tensor
     multiplier: Tensor
     right_shift: Tensor
+
+
+def _by_kernel(ratio: Ratio, widths: FixedWidths, largest: int, output: IntType, *rest: Any) -> FixedRequantization | None:
+    kernels = OFFERS.first(ratio.detached)
+    constants = None if kernels is None else kernels.constants(ratio.detached, widths, largest, output.high, *rest)
+    return None if constants is None else FixedRequantization(*constants)
 
 
 def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, accumulator_bits: int = 32) -> FixedRequantization:
@@ -682,11 +747,8 @@ def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, acc
     bits = widths.multiplier_bits
     first_shift = widths.first_shift or accumulator_bits > 32
     largest_exponent = 1000 if first_shift else widths.largest_shift
-    with torch.no_grad():
-        numbers = ratio.numbers()
-    fixed = None if numbers is None else _mantissa(*numbers, bits, largest_exponent)
-    if fixed is not None:
-        return _fixed_of_numbers(*fixed, widths, output, accumulator_bits if first_shift else 0)
+    if (constants := _by_kernel(ratio, widths, largest_exponent, output, accumulator_bits if first_shift else 0)) is not None:
+        return constants
     multiplier, k = ratio.mantissa(bits, largest_exponent)
     largest_intermediate = 2 ** (widths.intermediate_bits - 1) - 1
     if first_shift:
@@ -700,20 +762,6 @@ def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, acc
     right_shift = k - shift
     underflow = right_shift > widths.largest_shift  # only where the first shift met its limit: the product rounds to 0
     return widths.limited(shift, torch.where(underflow, 0, multiplier), right_shift.clamp_max(widths.largest_shift))
-
-
-def _fixed_of_numbers(multiplier: int, k: int, widths: FixedWidths, output: IntType, shifted_bits: int) -> FixedRequantization:
-    """Compute `fixed_requantization` of one mantissa; `shifted_bits` are the bits of an accumulator with a first shift, else 0."""
-    shift, bits = 0, widths.multiplier_bits
-    if shifted_bits:
-        largest_intermediate = 2 ** (widths.intermediate_bits - 1) - 1
-        smaller = ((largest_intermediate << (bits - 1)) * 2 // (2 * output.high + 1)).bit_length() - 1
-        covers = 2 * largest_intermediate * multiplier >= (2 * output.high + 1) << (smaller + 1)
-        shift = min(max(k - smaller - covers, 0), shifted_bits - 1)
-    right_shift = k - shift
-    if right_shift > widths.largest_shift:
-        multiplier, right_shift = 0, widths.largest_shift
-    return widths._limited_numbers(shift, multiplier, right_shift)
 
 
 def real_multiplier(ratio: Ratio) -> Tensor:

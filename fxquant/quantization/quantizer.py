@@ -82,7 +82,7 @@ class Quantizer(TrainableScale):
         if self._last_grid[0] != values:
             scale = self.scale
             self._last_grid = values, self._grid_of(scale.clone() if scale is base else scale)
-        return self._last_grid[1]
+        return self._last_grid[1]  # type: ignore[no-any-return]
 
     def _grid_of(self, scale: Tensor) -> Grid:
         return Grid(self.dtype, scale, self._zero_point(scale) if self.dtype.affine else 0)
@@ -291,7 +291,7 @@ class Quantizer(TrainableScale):
             self.update_scale()
         elif self._starts_anew:
             self._cover_batch(value)
-        elif self.mode == STATISTICS and not self._follow_in_numbers(value):
+        elif self.mode == STATISTICS and not self._follow_in_numbers(value, self.range):
             before, ends_before = self.range.largest, self.range.ends
             self._take([self.range], value)
             if self.dtype.affine:
@@ -305,27 +305,27 @@ class Quantizer(TrainableScale):
                 self.base_scale.copy_(torch.where(before > 0, moved, self.range.scale(self.dtype) * self.headroom))
             self.batches_used.copy_(self.range.count)
 
-    def _follow_in_numbers(self, value: Tensor) -> bool:
+    def _follow_in_numbers(self, value: Tensor, range: MinMaxObserver) -> bool:
         """Take in one batch by Python numbers, with the same bits as tensors; return False, and change nothing, where they do not do."""
-        moved = None if self.range is None or not in_numbers(self.base_scale) else ranges.moved_range(value, self.range)
+        moved = ranges.moved_range(value, range) if in_numbers(self.base_scale) else None
         if moved is None:
             return False
-        before, after = moved
         if self.dtype.affine:
-            numbers = zip(self.ends.tolist(), _with_zero(*before), _with_zero(*after), strict=True)
-            covered = [own if start and stays(own, start, end) else _moved(own, start, end) for own, start, end in numbers]
-            step, zero_point = grids.grid_of_numbers(*covered, self.dtype, self._many_at_ends(self.dtype))
+            with_zero = ((min(least, 0.0), max(most, 0.0)) for least, most in moved)
+            threes = zip(self.ends.tolist(), *with_zero, strict=True)
+            low, high = (each[0] if each[1] and stays(*each) else _moved(*each) for each in threes)
+            step, zero_point = grids.grid_of_numbers(low, high, self.dtype, self._many_at_ends(self.dtype))
         else:
             step, start, end = float(self.base_scale), *(max(map(abs, each)) for each in moved)
             step = step if stays(step * self.dtype.high, start, end) else max(_moved(step, start, end), SMALLEST_SCALE)
         if not math.isfinite(step):
             return False
         if self.dtype.affine:
-            self.ends.copy_(torch.tensor(covered, dtype=torch.float32, device="cpu"))
+            self.ends.copy_(torch.tensor((low, high), dtype=torch.float32, device="cpu"))
             self.zero_point.fill_(zero_point)
-        for buffer, number in zip((self.range.low, self.range.high, self.base_scale), (*after, step), strict=True):
+        for buffer, number in zip((range.low, range.high, self.base_scale), (*moved[1], step), strict=True):
             buffer.fill_(number)
-        self.batches_used.copy_(self.range.count.add_(1))
+        self.batches_used.copy_(range.count.add_(1))
         return True
 
     def _cover_batch(self, value: Tensor) -> None:
@@ -411,7 +411,3 @@ class Quantizer(TrainableScale):
 def _moved(own: float, before: float, after: float) -> float:
     """Return a number times after / before, each rounded to float32; `after` itself where the range had nothing on that side."""
     return float32(own * float32(after / before)) if before else after
-
-
-def _with_zero(low: float, high: float) -> tuple[float, float]:
-    return min(low, 0.0), max(high, 0.0)

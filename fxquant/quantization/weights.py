@@ -355,9 +355,10 @@ def correct_batch(
     z is the layer's result with the running statistics folded in, without its bias. `mean` and `variance`, float32, are those of z in
     units of `step`, a scalar or one number per channel, over `count` values of each channel:
 
-        (z - mean(z)) · c + β  =  (z + β/c - mean(z)) · c,    c = sqrt((running_var + ε) / (var(z)/g² + ε)),   g = γ / sqrt(running_var + ε), the `gain`
+        (z - mean(z)) · c + β  =  (z + β/c - mean(z)) · c,    c = sqrt((running_var + ε) / (var(z)/g² + ε)),   g = γ / sqrt(running_var + ε)
 
-    So the statistics are those of the quantized weights. A channel that is not `usable`, or whose γ is 0, keeps the running ones.
+    g is the `gain`. So the statistics are those of the quantized weights. A channel that is not `usable`, or whose γ is 0, keeps the
+    running ones.
     """
     assert batch_norm.running_mean is not None
     assert batch_norm.running_var is not None

@@ -13,7 +13,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,9 +147,15 @@ class Passes:
         value, dims = accumulator.value(), accumulator.form.others(accumulator.sums)
         return torch.stack((value.amin(dims), value.amax(dims)))
 
-    def finish(self, accumulator: Accumulator, how: Rounded) -> tuple[Tensor, Tensor]:
-        """Return the integers, and the dequantized tensor, which is never -0.0."""
-        value, form = accumulator.value(), accumulator.form
+    def finish(self, accumulator: Accumulator, how: Rounded, ratio: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        """Return the integers, and the dequantized tensor, which is never -0.0; and, given a ratio, what has a gradient.
+
+        That is a saturation mask, uint8 with the sums' strides, and the number of elements without gradient.
+        """
+        value, form, inside, without = accumulator.value(), accumulator.form, None, 0
+        if ratio is not None:
+            marks = how.inside(value * ratio.reshape(form.shape))
+            inside, without = marks.to(torch.uint8), int(marks.numel() - marks.sum())
         if how.fixed:
             half, first, product = (each.reshape(form.shape) if each.numel() > 1 else each for each in how.factors)
             value = value.double().add_(half).mul_(first).floor_().clamp_(-how.limit, how.limit - 1)
@@ -157,18 +163,12 @@ class Passes:
         else:
             (multiplier,) = how.factors
             value = (value * (multiplier.reshape(form.shape) if multiplier.numel() > 1 else multiplier)).round_().clamp_(how.low, how.high)
-        return value, (value * how.scale).add_(0.0)
-
-    def mark(self, accumulator: Accumulator, ratio: Tensor, how: Rounded) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Return the results of `finish`, a saturation mask, uint8 with the sums' strides, and the number of elements without gradient."""
-        real = accumulator.value() * ratio.reshape(accumulator.form.shape)
-        inside = how.inside(real)
-        return *self.finish(accumulator, how), inside.to(torch.uint8), int(inside.numel() - inside.sum())
+        return value, (value * how.scale).add_(0.0), inside, without
 
     def mark_back(
         self, form: Form, inside: Tensor | None, factor: Tensor | None, ratio: Tensor, scale: Tensor, gradients: Gradients, like: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return gradients of the sums, the residual and the bias, by the mask of `mark`. `like` has the strides of the sums."""
+        """Return gradients of the sums, the residual and the bias, by the mask of `finish`. `like` has the strides of the sums."""
         whole = gradients.of_steps(scale)
         of_sums = (whole if inside is None else torch.where(inside > 0, whole, 0.0)) / scale * ratio.reshape(form.shape)
         dims = form.others(of_sums)
@@ -334,7 +334,7 @@ class _Finished(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(sums, bias, residual, factor, ratio)
         ctx.ending = form, how, _ = ending
-        return _passes(sums, residual).finish(Accumulator(sums, form, bias, residual, factor), how)
+        return _passes(sums, residual).finish(Accumulator(sums, form, bias, residual, factor), how)[:2]
 
     @staticmethod
     def backward(ctx: Any, of_integers: Tensor | None, of_real: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -360,7 +360,7 @@ class _Marked(torch.autograd.Function):
         ctx: Any, sums: Tensor, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, ratio: Tensor, form: Form, how: Rounded
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        integers, real, inside, without = _passes(sums, residual).mark(Accumulator(sums, form, bias, residual, factor), ratio, how)
+        integers, real, inside, without = _passes(sums, residual).finish(Accumulator(sums, form, bias, residual, factor), how, ratio)
         ctx.save_for_backward(kept_mask(inside, without), factor, ratio)
         ctx.form, ctx.scale = form, how.scale
         ctx.like = torch.empty_strided(sums.shape, sums.stride(), device="meta", dtype=torch.float32)
@@ -389,7 +389,7 @@ def finished(
     limits of the grid. `token` is that of the `collected` whose sums these are.
     """
     if not torch.is_grad_enabled():
-        return _passes(sums, residual).finish(Accumulator(sums, form, bias, residual, factor), how)
+        return _passes(sums, residual).finish(Accumulator(sums, form, bias, residual, factor), how)[:2]
     if token is None and not ratio.requires_grad and (factor is None or not factor.requires_grad):
         return _Marked.apply(sums, bias, residual, factor, ratio, form, how)  # type: ignore[no-untyped-call,no-any-return]
     return _Finished.apply(sums, bias, residual, factor, ratio, (form, how, token))  # type: ignore[no-untyped-call,no-any-return]
@@ -441,7 +441,7 @@ class Constants:
 class _OnGrid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, integers: Tensor, scale: Tensor, marks: tuple[Tensor | None, int]) -> Tensor:
-        ctx.save_for_backward(None if marks[0] is None else kept_mask(*marks), scale)
+        ctx.save_for_backward(kept_mask(*marks), scale)
         return integers.view_as(integers)
 
     @staticmethod
@@ -461,7 +461,7 @@ def quantized(value: Tensor, grid: Grid, bounds: tuple[float, float]) -> Tensor:
     marked = bounds if value.requires_grad and torch.is_grad_enabled() else None
     with torch.no_grad():
         integers, marks = _passes(value).quantize(value, grid, marked)
-    return integers if marked is None else _OnGrid.apply(value, integers, grid.scale, marks)  # type: ignore[no-untyped-call,no-any-return]
+    return integers if marked is None else _OnGrid.apply(value, integers, grid.scale, marks)  # type: ignore[no-untyped-call]
 
 
 class _Whole(torch.autograd.Function):
@@ -501,25 +501,12 @@ def whole(weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: in
 FEW = 32  # times fewer places than elements, of 4 bytes each
 
 
-class Marks(Protocol):
-    """A backend's kernels for marks (uint8, 0 where a gradient passes); each equals the function here that its docstring names."""
-
-    def takes(self, inside: Tensor) -> bool:
-        """Return whether the kernels can compute on the tensor `inside`, by its device and dtype."""
-
-    def places(self, marks: Tensor, count: int) -> Tensor:
-        """Return the int32 indices of the `count` bytes that are 0, as `kept_mask` does."""
-
-    def marks(self, places: Tensor, size: int) -> Tensor:
-        """Return a uint8 tensor (size,) that is 0 at the indices `places` and 1 elsewhere, as `opened_mask` does."""
+MASKS = Offers[Any]()  # of a backend: `places` returns what `kept_mask` does, and `marks` what `opened_mask` does
 
 
-MASKS = Offers[Marks]()
-
-
-def kept_mask(inside: Tensor, without: int) -> Tensor | None:
+def kept_mask(inside: Tensor | None, without: int) -> Tensor | None:
     """Compress a mask for backward: None if it has no zeros, int32 indices (`without`,) of its zeros if they are few, else itself."""
-    if not without:
+    if inside is None or not without:
         return None
     if without * FEW > inside.numel() or inside.numel() >= 2**31:
         return inside

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, table, to_float32
-from fxquant.numerics.segments import Segments, by_segments
+from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, Segments, by_segments, table, to_float32
 from fxquant.ops.core import OPERATORS, Call, Instead, Operator, Own, Plain, Trait, clamped, fact, is_parameter, operator_of, register
 from fxquant.ops.core.declare import module_of, settings_of, spelled
 from fxquant.ops.core.record import BY_NAME, Adapt, OnIntegers, has_poles

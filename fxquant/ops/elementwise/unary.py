@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_INT16, Ratio
+from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_INT16, Ratio, Segments
 from fxquant.numerics.rounding import straight_through
-from fxquant.numerics.segments import Segments
 from fxquant.ops.core import Call, Clamp, Instead, Lowering, Own, Quantized, Trait, is_parameter, is_tensor, lowered, spelled
 from fxquant.ops.core.samples import POSITIVE, sample, sampled
 from fxquant.ops.core.weighted import by_whole_slope, shape_of

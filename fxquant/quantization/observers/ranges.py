@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,34 +23,17 @@ from fxquant.numerics.grids import FLOAT32_EPSILON, INT8, Interval, IntType, flo
 from fxquant.support import Offers
 from fxquant.support.arguments import checked
 
-
 # ---- the statistics that observers compute of a whole tensor: the minimum and maximum of its items, and histograms ---
 #
 # They are computed in PyTorch here, on every device. A backend may offer kernels that read the tensor once, without copies (`OFFERS`).
-class Counting(Protocol):
-    """The kernels that a backend may offer; each returns the results of the function of that name in this module."""
-
-    def takes(self, value: Tensor) -> bool:
-        """Return whether the kernels support this tensor."""
-
-    def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `ends`."""
-
-    def magnitudes(self, value: Tensor, places: Tensor | None, bins: int, reach: float) -> tuple[Tensor, Tensor]:
-        """Compute the counts of `magnitudes`, of all and of negative values. `places`, int64, are the indices of a sample, if any."""
-
-    def signed(self, rows: Tensor, chosen: Sequence[int], apart: int, bins: int, top: float) -> Tensor:
-        """Compute `signed`."""
-
-
-OFFERS = Offers[Counting]()
+OFFERS = Offers[Any]()  # kernels of a backend, each with the results of the function of its name in this module
 
 
 def ends(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest element of each row, of shape (rows,); NaN where a row holds one."""
     offered = OFFERS.first(rows)
     if offered is not None:
-        return offered.ends(rows)
+        return offered.ends(rows)  # type: ignore[no-any-return]
     low, high = torch.aminmax(rows, dim=1)
     return low, high
 
@@ -76,7 +59,7 @@ def signed(rows: Tensor, chosen: Sequence[int] | None, apart: int, bins: int, to
     """Count every `apart`-th element of the chosen rows in the bins of [-top, top]; the result has shape (bins,). None: of all rows."""
     offered = OFFERS.first(rows)
     if offered is not None:
-        return offered.signed(rows, range(len(rows)) if chosen is None else chosen, apart, bins, top)
+        return offered.signed(rows, range(len(rows)) if chosen is None else chosen, apart, bins, top)  # type: ignore[no-any-return]
     few = rows[:, ::apart]
     return torch.histc(few if chosen is None else few[list(chosen)], bins, -top, top)
 
@@ -380,11 +363,10 @@ def in_numbers(*scalars: Tensor) -> bool:
 
 _PLAIN = (Tensor, nn.Parameter)
 
-Number = Any  # a tensor, or a Python number
 FAR = 2.0  # times as far as a threshold
 
 
-def stays(threshold: Number, before: Number, after: Number) -> Any:
+def stays(threshold: Any, before: Any, after: Any) -> Any:
     """Return whether a threshold stays where it is, as the end of the range falls from `before` to `after`: of tensors, or of numbers."""
     return (abs(after) < abs(before)) & (FAR * abs(threshold) < abs(after))
 
