@@ -98,7 +98,7 @@ def _form(value: Tensor | Deferred) -> Join | None:
         return Join(value, None, None, product=False, wide=False)
     primitive, arguments = value.primitive, value.arguments
     if primitive is elementwise.multiply:
-        a, b, wide = arguments
+        a, b, wide = (*arguments, False)[:3]  # `wide` may be left out
         return Join(a, b, None, product=True, wide=wide) if isinstance(a, Tensor) and isinstance(b, Tensor) else None
     if role_of(primitive) is Role.CHANNEL_SCALING:
         a, weight, bias, trailing = arguments
