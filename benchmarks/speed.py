@@ -1,8 +1,7 @@
 """Every question of speed, one after another, into one page.   python -m benchmarks.speed [--only NAME …]
 
-Runs the benchmarks below, each in a process of its own as its command says, and shows their tables. RESULTS.md in this directory has the
-tables with the machine, its load and the versions. Peers are measured in the same runs; what a table says of
-mismatches is measured in it, too. Exit status 1 if a benchmark failed, whose output is on the page all the same.
+Runs the benchmarks below, each in a process of its own as its command says, and shows their tables, which RESULTS.md here then has, too.
+Peers are measured in the same runs. Exit status 1 if a benchmark failed, whose output is on the page all the same.
 """
 
 import argparse

@@ -371,6 +371,101 @@ void fxq_to_bytes(Join *p) {
     p->outside = outside;
 }
 
+/* ---- functions of 16 bits by segments: fxquant/numerics/grids.py says what they are ---- */
+enum { TABLES = 6, LAST = 63, STEP = 256 };
+
+/* a: int64 integers; b: the starts; c: multiplier, bias and shift of each line; half: the entries; kind: the parity; real: the result. */
+void fxq_segments(const Join *p) {
+    const int64_t *integers = (const int64_t *)(const void *)p->a, *starts = (const int64_t *)(const void *)p->b;
+    const int64_t *lines = (const int64_t *)(const void *)p->c, *entries = (const int64_t *)(const void *)p->half;
+    int64_t *result = (int64_t *)(void *)p->real, low = (int64_t)p->low, high = (int64_t)p->high;
+    for (int64_t i = 0; i < p->rows; i++) {
+        int64_t q = integers[i], place = q, segment = 0;
+        if (p->kind) {
+            place = q < 0 ? -q : q;
+            place = place > 32767 ? 32767 : place;
+        }
+        for (int64_t k = 0; k <= TABLES; k++) segment += starts[k] < place;
+        const int64_t *line = lines + 3 * segment;
+        int64_t v = place * line[0] + line[1];
+        v = (v + (((int64_t)1 << line[2]) >> 1)) >> line[2];
+        if (segment > 0 && segment <= TABLES) {
+            int64_t position = v < 0 ? 0 : v > STEP * LAST ? STEP * LAST : v, entry = position / STEP;
+            entry = entry > LAST - 1 ? LAST - 1 : entry;
+            const int64_t *two = entries + (segment - 1) * (LAST + 1) + entry;
+            int64_t beyond = position - STEP * entry;
+            v = (two[0] * (STEP - beyond) + two[1] * beyond + STEP / 2) >> 8;
+        }
+        v = v < low ? low : v > high ? high : v;
+        if (p->kind && q < 0) v *= p->kind;
+        result[i] = v < low ? low : v > high ? high : v;
+    }
+}
+
+/* ---- constants of ratios, c: fxquant/numerics/grids.py says what they are ---- */
+
+/* The integer of `columns` bits times 2^-k that is nearest to a ratio; k is c_rows at most. One that rounds up to 2^columns is halved if
+   `wide`, else one less. Returns whether the ratio is so near a tie, or so extreme, that float64 cannot decide. */
+static int mantissa_of(const Join *p, double ratio, int64_t *mantissa, int64_t *k) {
+    int exponent;
+    frexp(ratio, &exponent);
+    *k = p->columns - exponent > p->c_rows ? p->c_rows : p->columns - exponent;
+    double scaled = scalbn(ratio, (int)*k);
+    if (!(ratio < 1e280 && ratio > 1e-280) || fabs(scaled - floor(scaled) - 0.5) <= scaled * 0x1p-48) return 1;
+    *mantissa = (int64_t)rint(scaled);
+    int64_t carried = *mantissa >> p->columns;
+    if (!p->wide) *mantissa -= carried;
+    else *mantissa >>= carried, *k -= carried;
+    return 0;
+}
+
+void fxq_mantissas(Join *p) {
+    int64_t *integers = (int64_t *)(void *)p->integers, *exponents = (int64_t *)(void *)p->real;
+    for (int64_t i = 0; i < p->rows && !p->outside; i++) p->outside = mantissa_of(p, p->c[i], integers + i, exponents + i);
+}
+
+/* Shift, multiplier and right shift: of_a, integers, real. A right shift below 1 becomes 1, with the largest multiplier. */
+static void limited_constants(const Join *p, int64_t i, int64_t shift, int64_t mantissa, int64_t right) {
+    ((int32_t *)(void *)p->of_a)[i] = (int32_t)shift;
+    ((int32_t *)(void *)p->integers)[i] = right < 1 ? (int32_t)(((int64_t)1 << p->columns) - 1) : (int32_t)mantissa;
+    ((int32_t *)(void *)p->real)[i] = right < 1 ? 1 : (int32_t)right;
+}
+
+/* b_rows: the largest right shift; b_stride: that of a layer; b_step: the least first shift of a wide operand, or 0; c_stride: the output's
+   largest integer; c_step: the bits of the intermediate; each: whether there is a first shift. */
+void fxq_measured_constants(Join *p) {
+    for (int64_t i = 0; i < p->rows && !p->outside; i++) {
+        int64_t mantissa, k;
+        if ((p->outside = mantissa_of(p, p->c[i], &mantissa, &k))) return;
+        int64_t right = k;
+        if (p->each) {
+            double product = scalbn(p->c[i], (int)(k - p->b_stride)) * (double)(((int64_t)1 << (p->c_step - 1)) - 1);
+            int64_t last = p->b_stride > p->b_rows && product >= (double)p->c_stride ? p->b_stride : p->b_rows;
+            right = k < last ? k : last;
+            int64_t most = k - p->b_step > 1 ? k - p->b_step : 1;
+            if (p->b_step && right > most) right = most;
+        }
+        limited_constants(p, i, k - right, mantissa, right);
+    }
+}
+
+/* b_rows, c_stride, c_step as above; each: the bits of an accumulator with a first shift, else 0. */
+void fxq_fixed_constants(Join *p) {
+    int64_t most = ((int64_t)1 << (p->c_step - 1)) - 1, limit = 2 * p->c_stride + 1, smaller = -1;
+    for (int64_t least = (most << (p->columns - 1)) * 2 / limit; least; least >>= 1) smaller++;
+    for (int64_t i = 0; i < p->rows && !p->outside; i++) {
+        int64_t mantissa, k, shift = 0;
+        if ((p->outside = mantissa_of(p, p->c[i], &mantissa, &k))) return;
+        if (p->each) {
+            shift = k - smaller - (2 * most * mantissa >= limit << (smaller + 1));
+            shift = shift < 0 ? 0 : shift > p->each - 1 ? p->each - 1 : shift;
+        }
+        int64_t right = k - shift;
+        if (right > p->b_rows) mantissa = 0, right = p->b_rows;
+        limited_constants(p, i, shift, mantissa, right);
+    }
+}
+
 /* ---- marks: where `mask`, of `rows` bytes, is 0, and the other way round ---- */
 
 void fxq_places(const Join *p) {

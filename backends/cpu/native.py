@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -143,7 +144,7 @@ def run(library: Any, function: str, structure: Any, tensors: Iterable[tuple[str
 @functools.cache
 def library() -> Any:
     """Return the compiled kernels, or a sentence that says why there are none."""
-    loaded = _loaded(SOURCE, _INTEGER)
+    loaded = _loaded(SOURCE)
     if not isinstance(loaded, str):
         for name in ("dot_products", "sums_of_products", "tiles"):
             getattr(loaded, f"fxq_has_{name}").restype = _int64
@@ -152,7 +153,7 @@ def library() -> Any:
     return loaded
 
 
-def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
+def _loaded(source: Path) -> Any:
     if not of_environment(SWITCH, "1", arguments.SWITCH):
         return f"{SWITCH} is {os.environ[SWITCH]}"
     flags = (*FLAGS, *LIMITS[of_environment(INSTRUCTIONS, "", choice(*LIMITS))])
@@ -164,7 +165,7 @@ def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
         name = _name(compiler, source, flags)
         loaded = load(name, cached(name, lambda: _compiled(compiler, source, flags)))
         loaded.made_of = name  # type: ignore[attr-defined]
-        for function in functions:
+        for function in re.findall(r"^void fxq_(\w+)\(", source.read_text(encoding="utf-8"), re.MULTILINE):
             getattr(loaded, f"fxq_{function}").restype = None
             getattr(loaded, f"fxq_{function}").argtypes = [_pointer]
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
@@ -173,15 +174,11 @@ def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
     return loaded
 
 
-_INTEGER = ("convolution", "depthwise", "finish", "quantize", "max_pool", "lookup", "pairs", "dynamic", "product", "watch", "arrange")
 # Each returns the compiled functions of its source, or a sentence that says why there are none: those of training, the fused elementwise
 # functions of training, and those of elementwise chains and of programs.
-_SUMS = ("collect", "ends", "finish_forward", "finish_backward", "marked_backward", "centre")
-_WEIGHTS = ("weight_ends", "weight_forward", "weight_backward")
-_JOINED = ("join_ends", "join_forward", "join_backward", "occurs", "look_up", "look_back", "places", "marks", "to_bytes")
-training_library = functools.cache(functools.partial(_loaded, TRAINING, (*_SUMS, *_WEIGHTS, "row_ends", "magnitudes", "signed")))
-joining_library = functools.cache(functools.partial(_loaded, JOINING, _JOINED))
-chains_library = functools.cache(functools.partial(_loaded, CHAINS, ("chain", "program")))
+training_library = functools.cache(functools.partial(_loaded, TRAINING))
+joining_library = functools.cache(functools.partial(_loaded, JOINING))
+chains_library = functools.cache(functools.partial(_loaded, CHAINS))
 
 
 def _name(compiler: str, file: Path, flags: Sequence[str]) -> str:

@@ -427,6 +427,45 @@ void fxq_weight_ends(const Pass *p) {
     }
 }
 
+/* The largest sum of magnitudes of two neighbours of one sign, a and b. */
+#define PAIR(FIRST, SECOND)                                                \
+    do {                                                                   \
+        float a = (FIRST) * gain, b = (SECOND) * gain;                     \
+        float up = (a > 0 ? a : 0.0f) + (b > 0 ? b : 0.0f);                \
+        float down = (a < 0 ? -a : 0.0f) + (b < 0 ? -b : 0.0f);            \
+        unordered |= (a != a) | (b != b);                                  \
+        up = up > down ? up : down;                                        \
+        most = up > most ? up : most;                                      \
+    } while (0)
+
+/* Neighbours of a row that has the input channels last; in memory, `outer` is the elements of one input channel, which follow each other. */
+void fxq_weight_pairs(const Pass *p) {
+    int64_t taps = p->outer, inputs = p->inner / taps;
+#pragma omp parallel for num_threads(p->threads) if (p->threads > 1)
+    for (int64_t c = 0; c < p->channels; c++) {
+        const float *restrict w = p->sums + c * p->inner;
+        float gain = p->ratio[c], most = 0;
+        int unordered = 0;
+        if (taps == 1) {
+#pragma omp simd reduction(max : most) reduction(| : unordered)
+            for (int64_t i = 0; i < inputs / 2; i++) PAIR(w[2 * i], w[2 * i + 1]);
+            if (inputs % 2) PAIR(w[inputs - 1], 0.0f);
+        } else if (inputs % 2 == 0) {
+            for (int64_t j = 0; j < inputs; j += 2) {
+#pragma omp simd reduction(max : most) reduction(| : unordered)
+                for (int64_t t = 0; t < taps; t++) PAIR(w[j * taps + t], w[(j + 1) * taps + t]);
+            }
+        } else {
+            for (int64_t i = 0; i < p->inner; i += 2) {
+                int64_t next = i + 1;
+                float second = next < p->inner ? w[next % inputs * taps + next / inputs] : 0.0f;
+                PAIR(w[i % inputs * taps + i / inputs], second);
+            }
+        }
+        p->ends[c] = unordered ? NAN : most;
+    }
+}
+
 void fxq_weight_forward(const Pass *p) {
 #pragma omp parallel for num_threads(p->threads) if (p->threads > 1)
     for (int64_t c = 0; c < p->channels; c++) {
@@ -546,5 +585,48 @@ void fxq_signed(const Count *p) {
         for (int64_t i = 0; i < n; i++) values[i] = p->value[(begin + i) * p->step];
         bins_of(values, at, n, p->first, p->last, (int32_t)p->bins);
         for (int64_t i = 0; i < n; i++) p->counts[at[i]] += 1.0f;
+    }
+}
+
+/* ---- quantization of float values, without channels: `outer` elements ---- */
+
+/* The integers of `sums` on the scale; and, where `inside` is given, the marks of what lies from `bottom` to `top` steps, and the number of
+   all others. Divisions as PyTorch's, of NaN as of 0. */
+void fxq_quantize(Pass *p) {
+    int64_t outside = 0;
+#pragma omp parallel for num_threads(p->threads) reduction(+ : outside) if (p->threads > 1)
+    for (int64_t block = 0; block < BLOCKS; block++) {
+        const float *restrict x = p->sums;
+        float *restrict q = p->integers;
+        uint8_t *restrict inside = p->inside;
+        float scale = p->scale, limit = p->scale * 1048576.0f, low = p->low, high = p->high, bottom = p->bottom, top = p->top;
+        int64_t begin = p->outer * block / BLOCKS, end = p->outer * (block + 1) / BLOCKS;
+        for (int64_t i = begin; i < end; i++) {
+            float v = x[i] != x[i] ? 0.0f : limited(x[i], -limit, limit);
+            q[i] = limited(rintf(v / scale), low, high);
+        }
+        int64_t within = 0;
+        for (int64_t i = begin; inside && i < end; i++) {
+            float steps = x[i] / scale;
+            inside[i] = (uint8_t)((steps >= bottom) & (steps <= top));
+            within += inside[i];
+        }
+        outside += inside ? end - begin - within : 0;
+    }
+    p->outside = outside;
+}
+
+/* of_sums = of_integers / scale, or 0 where `inside` is given and 0. */
+void fxq_quantize_backward(const Pass *p) {
+#pragma omp parallel for num_threads(p->threads) if (p->threads > 1)
+    for (int64_t block = 0; block < BLOCKS; block++) {
+        const float *restrict g = p->of_integers;
+        const uint8_t *restrict inside = p->inside;
+        float *restrict of = p->of_sums, scale = p->scale;
+        int64_t begin = p->outer * block / BLOCKS, end = p->outer * (block + 1) / BLOCKS;
+        if (inside)
+            for (int64_t i = begin; i < end; i++) of[i] = (inside[i] ? g[i] : 0.0f) / scale;
+        else
+            for (int64_t i = begin; i < end; i++) of[i] = g[i] / scale;
     }
 }

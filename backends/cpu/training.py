@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, Count, Pass, fields
+from fxquant.numerics import grids
+from fxquant.numerics.grids import FixedWidths, Grid, Lines
 from fxquant.quantization.observers import ranges
 from fxquant.support import disagreed
 from fxquant.support.files import address, readable
@@ -40,27 +42,20 @@ class NativePasses(Passes):
         _call("ends", form, sums=accumulator.sums, **_added(accumulator), ends=ends)
         return ends.view(2, -1)
 
-    def finish(self, accumulator: Accumulator, how: Rounded) -> tuple[Tensor, Tensor]:
-        return self._finish(accumulator, how, {})[:2]
-
-    def mark(self, accumulator: Accumulator, ratio: Tensor, how: Rounded) -> tuple[Tensor, Tensor, Tensor, int]:
-        inside = torch.empty_like(accumulator.sums, dtype=torch.uint8)
-        integers, real, outside = self._finish(accumulator, how, {"inside": inside, "ratio": _each(ratio, accumulator.form)})
-        return integers, real, inside, outside
-
-    def _finish(self, accumulator: Accumulator, how: Rounded, marks: dict[str, Tensor]) -> tuple[Tensor, Tensor, int]:
-        """Return the integers, the dequantized tensor, and the number of elements without gradient, if a saturation mask is given."""
+    def finish(self, accumulator: Accumulator, how: Rounded, ratio: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None, int]:
         sums, form = accumulator.sums, accumulator.form
         integers, real = torch.empty_like(sums), torch.empty_like(sums)
         own = constants(how, lambda value, dtype: _each(value, form, dtype))
+        marks = {} if ratio is None else {"inside": torch.empty_like(sums, dtype=torch.uint8), "ratio": _each(ratio, form)}
         operands = {"sums": sums, **_added(accumulator), **own, **marks}
         structure = _call("finish_forward", form, numbers(how), **operands, integers=integers, real=real)
-        return integers, real, structure.outside
+        return integers, real, marks.get("inside"), structure.outside
 
     def mark_back(
         self, form: Form, inside: Tensor | None, factor: Tensor | None, ratio: Tensor, scale: Tensor, gradients: Gradients, like: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        of_sums, totals = torch.empty_like(like, dtype=torch.float32, device="cpu"), _vector(form.channels, torch.float64)
+        of_sums = torch.empty_strided(like.shape, like.stride(), dtype=torch.float32, device="cpu")
+        totals = _vector(form.channels, torch.float64)
         of_residual = None if factor is None else torch.empty_like(of_sums)
         operands = {"inside": inside, "factor": None if factor is None else _each(factor, form), "ratio": _each(ratio, form)}
         results = {"of_sums": of_sums, "of_residual": of_residual, "totals": totals}
@@ -84,9 +79,30 @@ class NativePasses(Passes):
         _call("centre", form, sums=sums, bias=-mean, offset=offset, slope=slope, of_sums=result)
         return result
 
+    def quantize(self, value: Tensor, grid: Grid, bounds: tuple[float, float] | None) -> tuple[Tensor, tuple[Tensor | None, int]]:
+        if not value.is_contiguous():
+            return super().quantize(value, grid, bounds)
+        integers = torch.empty_like(value)
+        inside = None if bounds is None else torch.empty_like(value, dtype=torch.uint8)
+        bottom, top = bounds or (0.0, 0.0)
+        limits = {"low": grid.low, "high": grid.high, "bottom": bottom, "top": top, "scale": float(grid.scale)}
+        structure = _call("quantize", Form(value.numel(), 1, 1, ()), limits, sums=value, integers=integers, inside=inside)
+        return integers, (inside, structure.outside)
+
+    def quantize_back(self, gradient: Tensor, inside: Tensor | None, scale: Tensor) -> Tensor:
+        gradient, form = gradient.contiguous(), Form(gradient.numel(), 1, 1, ())
+        result = torch.empty_like(gradient)
+        _call("quantize_backward", form, {"scale": float(scale)}, of_integers=gradient, inside=inside, of_sums=result)
+        return result
+
     def weight_ends(self, weight: Tensor) -> Tensor:
         ends = _vector(len(weight))
         _call("weight_ends", _rows(weight), sums=weight.contiguous(), ends=ends)
+        return ends
+
+    def weight_pairs(self, weight: Tensor, gain: Tensor | None) -> Tensor:
+        form, ends = _rows(weight)._replace(outer=weight[0, 0].numel()), _vector(len(weight))
+        _call("weight_pairs", form, sums=weight.contiguous(), ratio=_gain(gain, form), ends=ends)
         return ends
 
     def weigh(self, weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
@@ -151,6 +167,8 @@ def _vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _each(value: Tensor, form: Form, dtype: torch.dtype = torch.float32) -> Tensor:
+    if value.dtype == dtype and value.shape == (form.channels,) and value.is_contiguous():
+        return value
     return value.detach().to(dtype).flatten().expand(form.channels).contiguous()
 
 
@@ -170,7 +188,7 @@ SMALLEST_COUNTED = 2**10  # elements of a tensor
 
 
 class NativeCounting:
-    """`Counting` in C, with equal results."""
+    """The counts of observers in C, with equal results."""
 
     def takes(self, value: Tensor) -> bool:
         """Return whether there is a library, and the tensor is large, contiguous and in CPU memory."""
@@ -227,6 +245,7 @@ ranges.OFFERS.add(NativeCounting())
 
 # ---- The kernels of `fxquant.training.fused_elementwise` -------------------------------------------------------------
 PRODUCT, DOWN, NEAREST = 0, 1, 2
+NONE = torch.zeros(1, dtype=torch.float32, device="cpu")  # an operand of one number, which is multiplied by 0
 
 
 class _Join(ctypes.Structure):
@@ -242,19 +261,21 @@ class _Join(ctypes.Structure):
 
 
 class NativeJoining:
-    """`Joining` in C, for fused elementwise operators."""
+    """The kernels of fused elementwise operators and lookup tables in C."""
 
     def takes(self, value: Tensor) -> bool:
         """Return whether there is a library, and the tensor is float32 in CPU memory."""
         return value.device.type == "cpu" and value.dtype == torch.float32 and not isinstance(native.joining_library(), str)
 
     def ends(self, join: Join) -> Tensor:
+        """Return the least and the largest accumulator: float64, of shape (2, columns) where constants are per column, else (2, 1)."""
         width = join.columns if join.each else 1
         ends = torch.empty(2 * width, dtype=torch.float64, device="cpu")
         _join_call("join_ends", _structure(join), _operands(join) | {"ends": ends})
         return ends.view(2, -1)
 
     def forward(self, join: Join, how: Rounded, ratio: Tensor, marks: bool) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        """Return the integers, the dequantized tensor, never -0.0, a mask if `marks`, and the number of elements without gradient."""
         shape = join.a.shape
         integers, real = (torch.empty(shape, dtype=torch.float32, device="cpu") for _ in range(2))
         inside = torch.empty(shape, dtype=torch.uint8, device="cpu") if marks else None
@@ -268,6 +289,11 @@ class NativeJoining:
     def backward(
         self, join: Join, scale: Tensor, ratio: Tensor, inside: Tensor | None, of_integers: Tensor | None, of_real: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of a, of b and of c, float32.
+
+        That of b has the shape of a, or one element for each row; where `each`, b and c have one element for each column. Where not
+        `each`, the gradient of c is None.
+        """
         gradient = of_integers if of_integers is not None else of_real
         assert gradient is not None
         of_a = torch.empty(gradient.shape, dtype=torch.float32, device="cpu")
@@ -285,11 +311,16 @@ class NativeJoining:
         return of_a, of_b, of_c
 
     def occurs(self, value: Tensor, low: int, high: int) -> Tensor:
+        """Return which integers from low to high a tensor holds, as booleans."""
         marks = torch.zeros(high - low + 1, dtype=torch.uint8, device="cpu")
         _join_call("occurs", _Join(rows=value.numel(), low=low), {"a": value, "inside": marks})
         return marks.bool()
 
     def look_up(self, value: Tensor, table: Tensor, low: int, scale: Tensor, keeps: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return table[value - low], and this times the scale, never -0.0: float32; and, if `keeps`, the indices value - low.
+
+        The indices are uint8, or the bits of uint16 as int16 where the table has more than 2^8 entries.
+        """
         integers, real = (torch.empty(value.shape, dtype=torch.float32, device="cpu") for _ in range(2))
         wide = len(table) > 2**8
         places = torch.empty(value.shape, dtype=torch.int16 if wide else torch.uint8, device="cpu") if keeps else None
@@ -298,6 +329,7 @@ class NativeJoining:
         return integers, real, places
 
     def look_back(self, places: Tensor, slopes: Tensor, scale: Tensor, of_integers: Tensor | None, of_real: Tensor | None) -> Tensor:
+        """Return (of_integers + of_real · scale) · slopes[places], with the indices `places` as `look_up` returns them."""
         gradient = torch.empty(places.shape, dtype=torch.float32, device="cpu")
         join = _Join(rows=places.numel(), scale=float(scale), wide=len(slopes) > 2**8)
         gradients = {"of_integers": of_integers, "of_real": of_real, "of_a": gradient}
@@ -305,31 +337,74 @@ class NativeJoining:
         return gradient
 
     def to_bytes(self, value: Tensor) -> Tensor | None:
+        """Return integers as int8; None where they are not all within its limits."""
         integers = torch.empty(value.shape, dtype=torch.int8, device="cpu")
         structure = _Join(rows=value.numel())
         _join_call("to_bytes", structure, {"a": value, "inside": integers})
         return None if structure.outside else integers
 
 
+class NativeNumbers:
+    """The kernels of `fxquant.numerics.grids` in C. Constants are None where a ratio is so near a tie that float64 cannot decide."""
+
+    def takes(self, value: Tensor) -> bool:
+        """Return whether there is a library, and a plain tensor of float64 or int64 is in CPU memory."""
+        plain = fused_layers.plain(value, dtypes=(torch.float64, torch.int64))
+        return plain and value.is_cpu and not isinstance(native.joining_library(), str)
+
+    def segments(self, integers: Tensor, lines: Lines) -> Tensor:
+        """Return the integers of a function by segments, as `_evaluate` does; the starts ascend."""
+        result = torch.empty(integers.shape, dtype=torch.int64, device="cpu")
+        structure = _Join(rows=integers.numel(), kind=lines.parity, low=lines.low, high=lines.high)
+        constants = {"b": lines.starts, "c": lines.lines, "half": lines.entries}
+        _join_call("segments", structure, {"a": integers, **constants, "real": result})
+        return result
+
+    def mantissas(self, ratio: Tensor, bits: int, largest: int, carries: bool) -> tuple[Tensor, ...] | None:
+        """Return (M, k) of `Ratio.mantissa`."""
+        structure = _Join(rows=ratio.numel(), columns=bits, c_rows=largest, wide=carries)
+        return _of_ratios("mantissas", structure, ratio, ("integers", "real"), torch.int64)
+
+    def constants(
+        self, ratio: Tensor, widths: FixedWidths, largest: int, high: int, shifted_bits: int, measured: tuple[int, int] | None = None
+    ) -> tuple[Tensor, ...] | None:
+        """Return shift, multiplier and right shift, int32; of `MeasuredWidths`, if the limits of its shifts are given."""
+        structure = _Join(rows=ratio.numel(), columns=widths.multiplier_bits, c_rows=largest, wide=measured is None, c_stride=high)
+        structure.b_rows, structure.c_step, structure.each = widths.largest_shift, widths.intermediate_bits, shifted_bits
+        structure.b_stride, structure.b_step = measured or (0, 0)
+        return _of_ratios("fixed_constants" if measured is None else "measured_constants", structure, ratio)
+
+
+def _of_ratios(
+    function: str, structure: _Join, ratio: Tensor, names: Sequence[str] = ("of_a", "integers", "real"), dtype: torch.dtype = torch.int32
+) -> tuple[Tensor, ...] | None:
+    results = {name: torch.empty(ratio.shape, dtype=dtype, device="cpu") for name in names}
+    _join_call(function, structure, {"c": ratio, **results})
+    return None if structure.outside else tuple(results.values())
+
+
 class NativeMarks:
-    """The kernels `Marks` in C, for saturation masks."""
+    """The kernels of saturation masks in C."""
 
     def takes(self, inside: Tensor) -> bool:
         """Return whether there is a library, and the mask is in CPU memory."""
         return inside.device.type == "cpu" and not isinstance(native.joining_library(), str)
 
     def places(self, marks: Tensor, count: int) -> Tensor:
+        """Return the int32 indices of the `count` bytes that are 0."""
         places = torch.empty(count, dtype=torch.int32, device="cpu")
         _join_call("places", _Join(rows=marks.numel()), {"mask": marks, "integers": places})
         return places
 
     def marks(self, places: Tensor, size: int) -> Tensor:
+        """Return a uint8 tensor (size,) that is 0 at the indices `places` and 1 elsewhere."""
         marks = torch.empty(size, dtype=torch.uint8, device="cpu")
         _join_call("marks", _Join(rows=size, columns=places.numel()), {"a": places, "inside": marks})
         return marks
 
 
 fused_layers.MASKS.add(NativeMarks())
+grids.OFFERS.add(NativeNumbers())
 fused_elementwise.OFFERS.add(NativeJoining())
 
 
@@ -346,15 +421,16 @@ def _structure(join: Join) -> _Join:
 
 
 def _operands(join: Join) -> dict[str, Tensor | None]:
-    none = torch.zeros(1, dtype=torch.float32, device="cpu") if join.b is None else join.b  # multiplied by 0
-    return {"a": join.a, "b": none, "c": join.c}
+    return {"a": join.a, "b": NONE if join.b is None else join.b, "c": join.c}
 
 
 def _each_row(join: Join, value: Tensor, dtype: torch.dtype) -> Tensor:
+    if value.dim() == 0 and value.dtype == dtype and not join.each:
+        return value
     value = value.detach().to(dtype).flatten()
     return value.expand(join.columns) if join.each else value
 
 
 def _join_call(function: str, structure: _Join, tensors: dict[str, Tensor | None]) -> None:
-    plain = [(name, tensor.detach().contiguous()) for name, tensor in tensors.items() if tensor is not None]
-    native.run(native.joining_library(), function, structure, plain)
+    contiguous = ((name, tensor.contiguous()) for name, tensor in tensors.items() if tensor is not None)
+    native.run(native.joining_library(), function, structure, contiguous)

@@ -9,7 +9,6 @@ import logging
 import math
 import operator
 import re
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,6 @@ from fxquant.ir.integer import qparams
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.primitives import PRIMITIVES
 from fxquant.support import log_levels
-from fxquant.support.files import free_in_child
 
 OLDEST_OPSET = 18  # that every version of PyTorch's exporter writes
 
@@ -378,7 +376,6 @@ def quiet() -> Iterator[None]:
 
 
 _exporting = threading.RLock()
-free_in_child(sys.modules[__name__], "_exporting", threading.RLock)
 _OF_THE_EXPORTER = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.export", "torch._export", "torch._logging")
 
 

@@ -68,8 +68,8 @@ def _ghost(inputs: int, outputs: int, activation: type[nn.Module] | None = nn.Re
 
 
 def _ghostnet() -> nn.Module:
-    same = [Wired(lambda m, x: x + m.narrow(m.wide(x)), wide=_ghost(w, 3 * w), narrow=_ghost(3 * w, w, None)) for w in (16, 32)]
-    return _ended(32, conv_bn(3, 16, 3, 2), same[0], _ghost(16, 48), conv_bn(48, 48, 3, 2, 48, None), _ghost(48, 32, None), same[1])
+    one, other = (Wired(lambda m, x: x + m.narrow(m.wide(x)), wide=_ghost(w, 3 * w), narrow=_ghost(3 * w, w, None)) for w in (16, 32))
+    return _ended(32, conv_bn(3, 16, 3, 2), one, _ghost(16, 48), conv_bn(48, 48, 3, 2, 48, None), _ghost(48, 32, None), other)
 
 
 def _repvgg() -> nn.Module:
@@ -89,9 +89,8 @@ def _tcn() -> nn.Module:
 
 def _crnn() -> nn.Module:
     """Return convolutions, and an LSTM over the columns of their map."""
-    convs = nn.Sequential(conv_bn(3, 16, 3, 2), conv_bn(16, 32, 3, 2))
-    rows, head = nn.LSTM(32, 64, batch_first=True), nn.Linear(64, 40)
-    return Wired(lambda m, x: m.head(m.rows(m.convs(x).mean(2).transpose(1, 2))[0]), convs=convs, rows=rows, head=head)
+    parts = {"convs": nn.Sequential(conv_bn(3, 16, 3, 2), conv_bn(16, 32, 3, 2)), "rows": nn.LSTM(32, 64, batch_first=True)}
+    return Wired(lambda m, x: m.head(m.rows(m.convs(x).mean(2).transpose(1, 2))[0]), head=nn.Linear(64, 40), **parts)
 
 
 def _retinaface() -> nn.Module:
@@ -137,7 +136,7 @@ NETWORKS: dict[str, Network] = {
     "MobileNetV2": Network(_mobilenet, 224),
     "EfficientNet-Lite0": Network(PRETRAINED["EfficientNet-Lite0"].load, 224),
     "MobileNetV3-small": _seeded("MobileNetV3-small"),
-    "U-Net": Network(lambda: live(UNet, 3, SIZE)()[0]),
+    "U-Net": _small(UNet, SIZE),
     "U-Net, bilinear": _seeded("U-Net, bilinear"),
     "YOLO head": _seeded("YOLO head"),
     "LSTM": Network(_lstm, 16, 1),

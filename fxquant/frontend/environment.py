@@ -32,7 +32,6 @@ from fxquant.frontend.gradients import STAND_INS
 from fxquant.frontend.values import ATOMS, BatchNumber, TracedTensor, active, is_tracing, refuse
 from fxquant.ir.carried import PLAIN, line_of
 from fxquant.ir.model import autocast_off
-from fxquant.support.files import free_in_child
 
 # ---- The line of the user's code that is being executed, found quickly -----------------------------------------------
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
@@ -225,7 +224,6 @@ class _Replacements:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        free_in_child(self, "_lock", threading.Lock)
         self._entries: dict[tuple[int, str], _Replacement] = {}
 
     def before(self, holder: Any, name: str) -> Any:
@@ -370,9 +368,6 @@ class OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._states[generator] = generator.get_state()
             generator.set_state(before)
-
-
-free_in_child(OwnRandomNumbers, "_lock", threading.RLock)
 
 
 @functools.cache

@@ -21,7 +21,6 @@ from fxquant.kernels.patterns import forms_of
 from fxquant.kernels.program import Choice, Chosen, Layout, Program
 from fxquant.primitives import PRIMITIVES
 from fxquant.support import disagreed, logger
-from fxquant.support.files import free_in_child
 from fxquant.support.progress import progress
 
 PROVED = 2  # images that an implementation is compared with the primitives on, at most
@@ -41,7 +40,6 @@ class Runner:
     def __init__(self, source: Callable[[], tuple[Kernel, ...]], fix: Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]) -> None:
         self.source, self.fix = source, fix
         self.lock = threading.RLock()
-        free_in_child(self, "lock", threading.RLock, Runner.reset)
         self.reset()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -190,6 +190,13 @@ class FusedLowering(EagerLowering):
             exact = value.primitive(*arguments)
         return straight_through(arguments[0] * value.slope, exact)
 
+    def quantize(self, input: Tensor) -> Quantized:
+        if (self.output.learns and torch.is_grad_enabled()) or not fused_layers.admitted(input):
+            return super().quantize(input)
+        self._set(self.output, lambda: input if self.observed_instead is None else self.observed_instead)
+        grid = self.output.grid
+        return self._on(grid, fused_layers.quantized(input, grid, grid.bounds))
+
     def _fuses(self, to: Quantizer) -> bool:
         """Return whether a fused kernel can requantize to this grid: its scale learns nothing, and follows nothing but ends."""
         learns, observed = to.learns and torch.is_grad_enabled(), self.observed_instead is not None and to is self._output

@@ -12,12 +12,14 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import reduce
-from typing import Any
+from functools import cached_property, reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fxquant.support import Offers
 
 FLOAT32_EPSILON = 2.0**-23  # the scale of what is zero everywhere
 SMALLEST_SCALE = 2.0**-48  # of anything else: products and ratios of a few scales stay normal float32 numbers
@@ -140,7 +142,7 @@ class Grid:
 
     def equals(self, other: Grid) -> bool:
         """Return whether type, zero point and scale are equal."""
-        return self.type == other.type and self.zero_point == other.zero_point and bool(self.scale == other.scale)
+        return self is other or (self.type == other.type and self.zero_point == other.zero_point and bool(self.scale == other.scale))
 
 
 def quantized_value(input: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
@@ -165,6 +167,18 @@ def grid_from_range(low: Tensor, high: Tensor, dtype: IntType, on_steps: tuple[b
     for needed, end, steps in zip(on_steps, (-low, high), (zero_point - dtype.low, dtype.high - zero_point), strict=True):
         scale = end_on_step(scale, end, steps) if needed else scale
     return scale, zero_point.to(torch.int64)
+
+
+def grid_of_numbers(low: float, high: float, dtype: IntType, on_steps: tuple[bool, bool]) -> tuple[float, int]:
+    """Compute `grid_from_range` on Python numbers that are float32: the same operations in the same order, each rounded to float32."""
+    low, high = min(low, 0.0), max(high, 0.0)
+    span = min(float32(high - low), LARGEST_FLOAT32)
+    scale = max(float32(span / (dtype.high - dtype.low)), SMALLEST_SCALE) if span > 0 else FLOAT32_EPSILON
+    zero_point = min(max(round(float32(-low / scale)), dtype.low), dtype.high)
+    for needed, end, steps in zip(on_steps, (-low, high), (zero_point - dtype.low, dtype.high - zero_point), strict=True):
+        if needed and steps > 0 and float32(steps * scale) < end < float32((steps + 1) * scale):
+            scale = max(float32(end / steps), SMALLEST_SCALE)
+    return scale, zero_point
 
 
 def end_on_step(scale: Tensor, end: Tensor, steps: Tensor | int) -> Tensor:
@@ -263,9 +277,9 @@ def largest_pairs(weight: Tensor) -> Tensor:
     return torch.maximum(pairs.clamp_min(0).sum(2), pairs.clamp_max(0).sum(2).neg()).amax(1)
 
 
-def scale_for_pairs(weight: Tensor, scale: Tensor) -> Tensor:
-    """Return the scales, (C,) or (1,), raised so that `largest_pairs` of integers fit, each integer less than 1 from its number."""
-    fitting = largest_pairs(weight) / torch.tensor(LARGEST_PAIR - 1, dtype=torch.float32, device=weight.device)
+def scale_for_pairs(pairs: Tensor, scale: Tensor) -> Tensor:
+    """Return the scales, (C,) or (1,), raised so that these `largest_pairs` fit as integers, each less than 1 from its number."""
+    fitting = pairs / torch.tensor(LARGEST_PAIR - 1, dtype=torch.float32, device=pairs.device)
     return torch.maximum(scale, fitting if scale.numel() > 1 else fitting.max())
 
 
@@ -417,25 +431,31 @@ def _knots(form: Segments, first: Tensor, last: Tensor) -> Tensor:
     changes = form.function(places).diff(n=2).abs().double().cumsum(0).float()
     reached = torch.searchsorted(changes / changes[-1], torch.arange(1, TABLES, device="cpu") / TABLES) + 2
     ends = [0, *(min(place, PLACES) for place in reached.tolist()), PLACES]
-    knots, before = [first], 0
+    at = places[ends].tolist()
+    knots, before = at[:1], 0
     while before < TABLES:  # tables that would end at one place share what is before it
         after = max(index for index, end in enumerate(ends) if end == ends[before + 1])
-        knots += evenly(places[ends[before]], places[ends[after]], after - before)[1:].unbind()
+        distance = float32(float32(at[after] - at[before]) / (after - before))
+        knots += [*(float32(at[before] + float32(index * distance)) for index in range(1, after - before)), at[after]]
         before = after
-    return torch.stack(knots)
+    return torch.tensor(knots, dtype=torch.float32, device="cpu")
 
 
-def _in_short(slope: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
-    """Return v = (q · multiplier + (bias << left)) / 2^right for v = slope · q + offset, int64: multiplier and bias of 16 bits."""
-    slope, offset = slope.double().nan_to_num(0, 0, 0), offset.double().nan_to_num(0, 0, 0)
-    right = torch.where(slope == 0, 15, (15 - torch.frexp(slope)[1]).clamp(0, 16)).long()
-    multiplier = round_away(slope * power_of_two(right)).clamp(-32767, 32767).long()
-    shifts = torch.frexp(offset * power_of_two(right))[1].long() - 15
-    lowered = torch.minimum((shifts - 15).clamp_min(0), right)
+def _in_short(slope: float, offset: float) -> tuple[int, int, int]:
+    """Return v = (q · multiplier + (bias << left)) / 2^right for v = slope · q + offset: multiplier and bias of 16 bits."""
+    slope, offset = (number if math.isfinite(number) else 0.0 for number in (slope, offset))
+    right = min(max(15 - math.frexp(slope)[1], 0), 16) if slope else 15
+    multiplier = _short(slope * 2.0**right)
+    shifts = math.frexp(offset * 2.0**right)[1] - 15
+    lowered = min(max(shifts - 15, 0), right)
     multiplier, right = multiplier >> lowered, right - lowered
-    left = (shifts - lowered).clamp(0, 15)
-    bias = round_away(offset * power_of_two(right - left)).clamp(-32767, 32767).long()
-    return multiplier, bias << left, right
+    left = min(max(shifts - lowered, 0), 15)
+    return multiplier, _short(offset * 2.0 ** (right - left)) << left, right
+
+
+def _short(value: float) -> int:
+    """Return the nearest integer, halves away from zero, within ±32767."""
+    return int(math.copysign(min(math.floor(abs(value) + 0.5), 32767), value))
 
 
 def wraps(form: Segments, scale: Tensor, step: Tensor) -> bool:
@@ -458,24 +478,48 @@ def by_segments(form: Segments, scale: Tensor, output: Grid, integers: Tensor) -
     entries[overflows] = output.low
     # The straight lines, each through two points: those of the first and of the last entries, or of the ends of what lies outside.
     below, above = torch.stack([low, first]), torch.stack([last, high])
-    ends = points[0, :2] if low >= first or form.function(low).isnan() else below, points[-1, -2:] if high <= last else above
-    slopes = torch.stack([torch.diff(form.function(two))[0] / torch.diff(two)[0] for two in ends])
+    of_low, *of_at = form.function(torch.stack([low, first, last])).tolist()
+    ends = points[0, :2] if low >= first or math.isnan(of_low) else below, points[-1, -2:] if high <= last else above
+    two = torch.stack(ends)
+    slopes = torch.diff(form.function(two))[:, 0] / torch.diff(two)[:, 0]
     at = torch.stack([first, last])
-    outer = slopes / step * scale, (form.function(at) - slopes * at) / step
+    outer = slopes / step * scale, (torch.tensor(of_at, dtype=torch.float32, device="cpu") - slopes * at) / step
     per_table = torch.full_like(knots[1:], STEP * LAST) / torch.diff(knots)  # a number over a tensor would be rounded twice
     inner = per_table * scale, -knots[:-1] * per_table
-    multiplier, bias, right = _in_short(*(torch.cat([o[:1], i, o[1:]]) for o, i in zip(outer, inner, strict=True)))
-    place = integers.abs().clamp_max(32767) if form.parity else integers
-    segment = torch.searchsorted(round_away(knots / scale).long(), place)
+    (first_slope, last_slope), (first_offset, last_offset), *tables = (numbers.tolist() for numbers in (*outer, *inner))
+    lines = [(first_slope, first_offset), *zip(*tables, strict=True), (last_slope, last_offset)]
+    short = torch.tensor([_in_short(*line) for line in lines], dtype=torch.int64, device="cpu")
+    starts = round_away(knots / scale).long()
+    kernels = OFFERS.first(integers) if bool((starts.diff() >= 0).all()) else None
+    evaluate = _evaluate if kernels is None else kernels.segments
+    return evaluate(integers, Lines(starts, short, entries, form.parity, *output.bounds)).to(output.type.storage)
+
+
+class Lines(NamedTuple):
+    """Eight straight lines between 7 integers, of which the inner six are followed by tables."""
+
+    starts: Tensor  # int64 of shape (7,): where a line starts, except the first
+    lines: Tensor  # int64 of shape (8, 3): multiplier, bias and right shift of each
+    entries: Tensor  # int64 of shape (6, 64): the tables
+    parity: int  # of the function: 1, -1, or 0 for neither
+    low: int  # low, high: the limits of the result
+    high: int
+
+
+def _evaluate(integers: Tensor, lines: Lines) -> Tensor:
+    """Return the function's integers of a tensor of int16 integers, int64."""
+    multiplier, bias, right = lines.lines.unbind(1)
+    place = integers.abs().clamp_max(32767) if lines.parity else integers
+    segment = torch.searchsorted(lines.starts, place)
     value = place * multiplier[segment] + bias[segment]
     value = (value + ((1 << right[segment]) >> 1)) >> right[segment]
     position = value.clamp(0, STEP * LAST)
     entry = (position // STEP).clamp_max(LAST - 1)
     beyond, row = position - STEP * entry, (segment - 1).clamp(0, TABLES - 1)
-    between = (entries[row, entry] * (STEP - beyond) + entries[row, entry + 1] * beyond + STEP // 2) // STEP
-    result = torch.where((segment == 0) | (segment == TABLES + 1), value, between).clamp(output.low, output.high)
-    signed = torch.where(integers < 0, form.parity * result, result) if form.parity else result
-    return signed.clamp(output.low, output.high).to(output.type.storage)
+    between = (lines.entries[row, entry] * (STEP - beyond) + lines.entries[row, entry + 1] * beyond + STEP // 2) // STEP
+    result = torch.where((segment == 0) | (segment == TABLES + 1), value, between).clamp(lines.low, lines.high)
+    signed = torch.where(integers < 0, lines.parity * result, result) if lines.parity else result
+    return signed.clamp(lines.low, lines.high)
 
 
 def accumulator_bound(weight: Tensor, bias: Tensor | None, axis: int, input_magnitude: int) -> Tensor:
@@ -534,9 +578,13 @@ class Ratio:
         numbers = self.numbers()
         if numbers is not None and all(numbers[1]):
             return torch.tensor(_quotient(*numbers), dtype=torch.float64, device="cpu")
-        one = torch.ones((), dtype=torch.float64, device=self.numerators[0].device)
         above, below = (map(Tensor.double, factors) for factors in (self.numerators, self.denominators))
-        return reduce(torch.div, below, reduce(torch.mul, above, one))
+        return reduce(torch.div, below, reduce(torch.mul, above))
+
+    @cached_property
+    def detached(self) -> Tensor:
+        """Return the same without gradients; it is computed once."""
+        return self.approximate().detach()
 
     def exact(self) -> list[Fraction]:
         """Return the ratio of every element, in order of the broadcast shape, as exact fractions. Slow."""
@@ -552,7 +600,7 @@ class Ratio:
         Computed in float64; an element so near a tie that the few roundings on the way could decide it is
         computed again with fractions. Requires results below 2^31.
         """
-        approximate = self.approximate().detach() * power_of_two(exponent)
+        approximate = self.detached * power_of_two(exponent)
         result = torch.round(approximate)
         doubtful = ((approximate - torch.floor(approximate)) - 0.5).abs() <= approximate * 2.0**-48
         if bool(doubtful.any()):
@@ -576,12 +624,11 @@ class Ratio:
         fewer bits, down to 0. An M that rounds up to 2^bits is halved, with k less by one, if it `carries`. Without `carries` it is
         2^bits - 1, and ties round up, as the vendor's compiler computes it.
         """
-        with torch.no_grad():
-            numbers = self.numbers()
-        fixed = None if numbers is None else _mantissa(*numbers, bits, largest_exponent, carries)
-        if fixed is not None:
-            return torch.tensor(fixed[0], dtype=torch.int64, device="cpu"), torch.tensor(fixed[1], dtype=torch.int64, device="cpu")
-        k = (bits - torch.frexp(self.approximate()).exponent.to(torch.int64)).clamp_max(largest_exponent)
+        kernels = OFFERS.first(self.detached)
+        pair = None if kernels is None else kernels.mantissas(self.detached, bits, largest_exponent, carries)
+        if pair is not None:
+            return pair  # type: ignore[no-any-return]
+        k = (bits - torch.frexp(self.detached).exponent.to(torch.int64)).clamp_max(largest_exponent)
         mantissa = self.rounded(k, halves_up=not carries)
         if not carries:
             return mantissa.clamp_max(2**bits - 1), k
@@ -589,6 +636,7 @@ class Ratio:
         return mantissa >> carried, k - carried
 
 
+OFFERS = Offers[Any]()  # kernels of a backend, for a tensor of float64 ratios or int64 integers
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -599,28 +647,6 @@ def _nearest(value: Fraction, halves_up: bool) -> int:
 def _quotient(numerators: list[float], denominators: list[float]) -> float:
     """Compute `Ratio.approximate` on Python numbers: the same operations in the same order."""
     return reduce(operator.truediv, denominators, math.prod(numerators, start=1.0))
-
-
-def _mantissa(
-    numerators: list[float], denominators: list[float], bits: int, largest_exponent: int, carries: bool = True
-) -> tuple[int, int] | None:
-    """Compute `Ratio.mantissa` on Python numbers; return None if a factor is not positive and finite, or the ratio is extreme."""
-    if not all(0 < factor < math.inf for factor in (*numerators, *denominators)):
-        return None
-    value = _quotient(numerators, denominators)
-    if not 2.0**-960 < value < 2.0**960:
-        return None
-    k = min(bits - math.frexp(value)[1], largest_exponent)
-    scaled = math.ldexp(value, k)
-    if abs(scaled - math.floor(scaled) - 0.5) <= scaled * 2.0**-48:
-        exact = Ratio(*(tuple(torch.tensor(f, dtype=torch.float64, device="cpu") for f in each) for each in (numerators, denominators)))
-        mantissa = _nearest(exact.exact()[0] * Fraction(2) ** k, halves_up=not carries)
-    else:
-        mantissa = round(scaled)
-    if not carries:
-        return min(mantissa, 2**bits - 1), k
-    carried = mantissa >> bits
-    return mantissa >> carried, k - carried
 
 
 @dataclass(frozen=True)
@@ -675,14 +701,18 @@ class MeasuredWidths(FixedWidths):
 
         A `layer` with weights may have `layer_shift`; one with a `wide` operand, int16, has at least `wide_first_shift`.
         """
-        if accumulator_bits <= 16:  # a quantized tensor is multiplied without a first shift
-            multiplier, k = ratio.mantissa(self.multiplier_bits, largest_exponent=31, carries=False)
-            return self.limited(torch.zeros_like(k), multiplier, k)
         first = max(self.largest_first_shift, accumulator_bits - 17)
-        multiplier, k = ratio.mantissa(self.multiplier_bits, largest_exponent=first + self.largest_shift, carries=False)
+        largest = 31 if accumulator_bits <= 16 else first + self.largest_shift
+        limits = self.layer_shift if layer else self.largest_shift, self.wide_first_shift if wide else 0
+        if (constants := _by_kernel(ratio, self, largest, output, max(accumulator_bits - 16, 0), limits)) is not None:
+            return constants
+        if accumulator_bits <= 16:  # a quantized tensor is multiplied without a first shift
+            multiplier, k = ratio.mantissa(self.multiplier_bits, largest, carries=False)
+            return self.limited(torch.zeros_like(k), multiplier, k)
+        multiplier, k = ratio.mantissa(self.multiplier_bits, largest, carries=False)
         last = torch.full_like(k, self.largest_shift)
         if layer and self.layer_shift > self.largest_shift:
-            product = ratio.approximate().detach() * power_of_two(k - self.layer_shift) * (2 ** (self.intermediate_bits - 1) - 1)
+            product = ratio.detached * power_of_two(k - self.layer_shift) * (2 ** (self.intermediate_bits - 1) - 1)
             last = torch.where(product >= output.high, self.layer_shift, last)
         right_shift = torch.minimum(k, last)
         if wide:
@@ -699,6 +729,12 @@ class FixedRequantization:
     right_shift: Tensor
 
 
+def _by_kernel(ratio: Ratio, widths: FixedWidths, largest: int, output: IntType, *rest: Any) -> FixedRequantization | None:
+    kernels = OFFERS.first(ratio.detached)
+    constants = None if kernels is None else kernels.constants(ratio.detached, widths, largest, output.high, *rest)
+    return None if constants is None else FixedRequantization(*constants)
+
+
 def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, accumulator_bits: int = 32) -> FixedRequantization:
     """Return the shifts and the multiplier of *fixed* that requantize an accumulator of `accumulator_bits` bits by `ratio` to `output`.
 
@@ -711,11 +747,8 @@ def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, acc
     bits = widths.multiplier_bits
     first_shift = widths.first_shift or accumulator_bits > 32
     largest_exponent = 1000 if first_shift else widths.largest_shift
-    with torch.no_grad():
-        numbers = ratio.numbers()
-    fixed = None if numbers is None else _mantissa(*numbers, bits, largest_exponent)
-    if fixed is not None:
-        return _fixed_of_numbers(*fixed, widths, output, accumulator_bits if first_shift else 0)
+    if (constants := _by_kernel(ratio, widths, largest_exponent, output, accumulator_bits if first_shift else 0)) is not None:
+        return constants
     multiplier, k = ratio.mantissa(bits, largest_exponent)
     largest_intermediate = 2 ** (widths.intermediate_bits - 1) - 1
     if first_shift:
@@ -731,24 +764,13 @@ def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, acc
     return widths.limited(shift, torch.where(underflow, 0, multiplier), right_shift.clamp_max(widths.largest_shift))
 
 
-def _fixed_of_numbers(multiplier: int, k: int, widths: FixedWidths, output: IntType, shifted_bits: int) -> FixedRequantization:
-    """Compute `fixed_requantization` of one mantissa; `shifted_bits` are the bits of an accumulator with a first shift, else 0."""
-    shift, bits = 0, widths.multiplier_bits
-    if shifted_bits:
-        largest_intermediate = 2 ** (widths.intermediate_bits - 1) - 1
-        smaller = ((largest_intermediate << (bits - 1)) * 2 // (2 * output.high + 1)).bit_length() - 1
-        covers = 2 * largest_intermediate * multiplier >= (2 * output.high + 1) << (smaller + 1)
-        shift = min(max(k - smaller - covers, 0), shifted_bits - 1)
-    right_shift = k - shift
-    if right_shift < 1:
-        multiplier, right_shift = 2**bits - 1, 1
-    if right_shift > widths.largest_shift:
-        multiplier, right_shift = 0, widths.largest_shift
-    return FixedRequantization(*(torch.tensor(each, dtype=torch.int32, device="cpu") for each in (shift, multiplier, right_shift)))
-
-
 def real_multiplier(ratio: Ratio) -> Tensor:
     """Return the ratio rounded once, half to even, to float32; at most the largest float32, with which every non-zero integer saturates."""
+    approximate = ratio.detached
+    near = approximate * (1 - 2.0**-48), approximate * (1 + 2.0**-48)  # the exact ratio is between them
+    least, most = (end.clamp_max(LARGEST_FLOAT32).float() for end in near)
+    if torch.equal(least, most) and bool((least >= SMALLEST_NORMAL).all()):
+        return least
     mantissa, k = ratio.mantissa(24)
     return (mantissa.double() * power_of_two(-k)).clamp_max(LARGEST_FLOAT32).float()
 

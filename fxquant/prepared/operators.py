@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from fxquant.errors import CalibrationError
 from fxquant.ir import loops
 from fxquant.ir.functional import stopped
 from fxquant.ir.graph import batch_norm_path, is_parameter, module_path, noise, parameter_value
-from fxquant.ir.model import no_program_of_prepared
+from fxquant.ir.model import autocast_off, no_program_of_prepared
 from fxquant.lowering.eager import EagerLowering, FusedLowering, Mode
 from fxquant.lowering.lowering import Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, plainly
 from fxquant.numerics.grids import EVERYTHING, Grid, Interval
@@ -149,7 +150,8 @@ class QuantizedOperator(nn.Module):
         if self.state is State.FLOAT:
             result: Tensor = self.operator.function(*args, **kwargs)
             return result
-        return self._integer(args, kwargs)
+        with autocast_off() if torch._C._is_any_autocast_enabled() else nullcontext():
+            return self._integer(args, kwargs)
 
     def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if self.intermediate is not None:
@@ -181,14 +183,13 @@ class QuantizedOperator(nn.Module):
         if not self.plain and not (observing and self.output.follows_training):
             self.output.require()
         lowering = self.lowering(FusedLowering)
-        with torch.autocast(args[0].device.type if isinstance(args[0], Tensor) else "cpu", enabled=False):
-            arguments = self.operator.bind_call(args, kwargs)
-            lowering.observed_instead = self.operator.layer.table(arguments)
-            operands = self._operands(arguments)
-            for operand in operands.values() if self.operator.moves else ():
-                if isinstance(operand, Quantized):
-                    lowering.remember(operand)
-            result = self.operator.lower(lowering, **operands)
+        arguments = self.operator.bind_call(args, kwargs)
+        lowering.observed_instead = self.operator.layer.table(arguments)
+        operands = self._operands(arguments)
+        for operand in operands.values() if self.operator.moves else ():
+            if isinstance(operand, Quantized):
+                lowering.remember(operand)
+        result = self.operator.lower(lowering, **operands)
         if isinstance(result, Quantized):
             result = lowering.remembered(result)
             return result.value if self.plain else _carrying(result, result.value is lowering.last_quantized)
@@ -259,14 +260,13 @@ def take_integers(value: Tensor, quantizer: Quantizer) -> Quantized:
         integers, carried_grid, version = carried
         if version == value._version and not _watched(value, integers) and carried_grid.equals(grid):
             return Quantized(integers, grid, tuple(value.shape), value)
+    wide = grid.low - 0.5, grid.high + 0.5  # so that what was rounded to a limit is inside, whatever the division rounds
+    if fused_layers.admitted(value):
+        return Quantized(fused_layers.quantized(value, grid, wide), grid, tuple(value.shape))
     with torch.no_grad():
         integers = grid.quantize(value)
     if value.requires_grad and torch.is_grad_enabled():
-        low, high = grid.bounds  # by half a step wider, so that what was rounded to a limit is inside, whatever the division rounds
-        if fused_layers.admitted(value, integers):
-            integers = fused_layers.on_grid(value, integers, grid.scale, (low - 0.5, high + 0.5))
-        else:
-            integers = straight_through(clamped(value / grid.scale, low - 0.5, high + 0.5), integers)
+        integers = straight_through(clamped(value / grid.scale, *wide), integers)
     return Quantized(integers, grid, tuple(value.shape))
 
 

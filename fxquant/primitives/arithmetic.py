@@ -203,9 +203,10 @@ class FixedArithmetic(Arithmetic):
         widths = self.widths[to.type.name]
         fixed = widths.constants(ratio, to.type, bits, kind in (*LAYERS, MATRIX), kind == WIDE_LAYER)
         if kind in (SUM, PRODUCT) and self.largest_of_two is not None:
-            doubles = (ratio.mantissa(31)[0] == 2**30).to(fixed.multiplier.device) & (to.type.bits > 8)  # 2^14 becomes 2^15
-            multiplier = torch.where(doubles, 2 * fixed.multiplier, fixed.multiplier).clamp_max(self.largest_of_two)
-            fixed = replace(fixed, multiplier=multiplier, right_shift=fixed.right_shift + doubles.int())
+            if to.type.bits > 8:
+                doubles = (ratio.mantissa(31)[0] == 2**30).to(fixed.multiplier).int()  # 2^14 becomes 2^15
+                fixed = replace(fixed, multiplier=fixed.multiplier << doubles, right_shift=fixed.right_shift + doubles)
+            fixed = replace(fixed, multiplier=fixed.multiplier.clamp_max(self.largest_of_two))
         constants = [composer.constant(role + name, number, torch.int32) for name, number in vars(fixed).items()]
         rounding = self.roundings.get(LAYER if kind in LAYERS else kind, self.final_rounding)
         rest = widths.intermediate_bits, rounding, low, high, to.type.storage

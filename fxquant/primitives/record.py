@@ -22,7 +22,6 @@ from torch import Tensor
 from fxquant.ir.graph import BatchDim, TensorFact, largest_size
 from fxquant.numerics.grids import FLOAT32_EXACT, accumulator_bound
 from fxquant.primitives.steps import Op, Steps
-from fxquant.support.files import free_in_child
 
 # ---- the range of a primitive: the bounds of its result, from those of its operands and from its constants -----------
 #
@@ -345,7 +344,6 @@ class Switches(AbstractContextManager[None]):
     def __init__(self, deciding: Sequence[Switch], switches: Sequence[Switch]) -> None:
         self.deciding, self.switches = deciding, switches
         self.lock = Lock()
-        free_in_child(self, "lock", Lock)
         self.inside = 0
         self.before: dict[Switch, Any] = {}  # the values of the switches that were changed
 

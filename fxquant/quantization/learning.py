@@ -279,7 +279,7 @@ class TrainableScale(nn.Module):
     @property
     def frozen(self) -> bool:
         """Whether the scale was stopped."""
-        return not self.given and self._stopped.get(lambda: bool(self.stopped), self.stopped)
+        return self._stopped.get(lambda: bool(self.stopped), self._buffers["stopped"]) and not self.given  # type: ignore[arg-type]
 
     @frozen.setter
     def frozen(self, value: bool) -> None:

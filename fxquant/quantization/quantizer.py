@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
-from fxquant.numerics.grids import INT32, SMALLEST_SCALE, Grid, IntType, grid_from_range, round_up_to_power_of_two, scale_from_range
+from fxquant.numerics import grids
+from fxquant.numerics.grids import INT32, SMALLEST_SCALE, Grid, IntType, float32, round_up_to_power_of_two, scale_from_range
 from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, Remembered, TrainableScale, method_of
+from fxquant.quantization.observers import ranges
 from fxquant.quantization.observers.histogram import HistogramObserver, beside, many_at_ends, observe_together, on_step
-from fxquant.quantization.observers.ranges import Method, MinMaxObserver, MovingAverageMinMaxObserver, Observer, follow_in_numbers, stays
+from fxquant.quantization.observers.ranges import Method, MinMaxObserver, MovingAverageMinMaxObserver, Observer, in_numbers, stays
 from fxquant.quantization.spec import FROZEN, STATISTICS
 
 
@@ -68,11 +70,21 @@ class Quantizer(TrainableScale):
             self.register_buffer("zero_point", torch.tensor(zero_point, dtype=torch.int64, device="cpu"))
             self.register_buffer("ends", torch.full((2,), float("nan"), dtype=torch.float32, device="cpu"))
         self.frozen = False
+        self._last_grid: tuple[Any, Any] = (), None  # the values of a grid, and that grid
 
     @property
     def grid(self) -> Grid:
-        """The current grid."""
-        scale = self.scale
+        """The current grid: the same object as long as scale, zero point and `frozen` have these values, if none is learned."""
+        base = self._buffers["base_scale"]  # much faster than the attribute
+        if self.method is not None or base is None or not in_numbers(base) or torch.is_inference_mode_enabled():
+            return self._grid_of(self.scale)
+        values = float(base), int(self.zero_point) if self.dtype.affine else 0, self.frozen
+        if self._last_grid[0] != values:
+            scale = self.scale
+            self._last_grid = values, self._grid_of(scale.clone() if scale is base else scale)
+        return self._last_grid[1]  # type: ignore[no-any-return]
+
+    def _grid_of(self, scale: Tensor) -> Grid:
         return Grid(self.dtype, scale, self._zero_point(scale) if self.dtype.affine else 0)
 
     def _zero_point(self, scale: Tensor) -> int:
@@ -125,7 +137,7 @@ class Quantizer(TrainableScale):
     @property
     def calibrated(self) -> bool:
         """Whether the scale is known."""
-        return self.follows_sum or math.isfinite(self.base_scale)
+        return math.isfinite(self._buffers["base_scale"]) or self.follows_sum  # type: ignore[arg-type]
 
     @property
     def was_zero(self) -> bool:
@@ -233,8 +245,12 @@ class Quantizer(TrainableScale):
 
     def affine_grid(self, low: Tensor, high: Tensor, dtype: IntType) -> tuple[Tensor, Tensor]:
         """Return scale and zero point of an affine dtype for an interval, float32. An end at which many values lie is on a step."""
-        counts = [each.count for each in self.observers]
-        return grid_from_range(low, high, dtype, self._many.get(lambda: many_at_ends(self.observers, dtype), *counts))
+        return grids.grid_from_range(low, high, dtype, self._many_at_ends(dtype))
+
+    def _many_at_ends(self, dtype: IntType) -> tuple[bool, bool]:
+        """Return whether many values lie at the ends of what was calibrated, as the histograms among the observers know."""
+        counts = [each.count for each in self.observers if isinstance(each, HistogramObserver)]
+        return self._many.get(lambda: many_at_ends(self.observers, dtype), *counts)
 
     def covered(self) -> tuple[Tensor, Tensor]:
         """Return the calibrated range (low, high) from the observations, regardless of later changes of the scale."""
@@ -275,9 +291,7 @@ class Quantizer(TrainableScale):
             self.update_scale()
         elif self._starts_anew:
             self._cover_batch(value)
-        elif self.mode == STATISTICS and (
-            self.dtype.affine or not follow_in_numbers(value, self.range, self.base_scale, self.batches_used, self.dtype.high)
-        ):
+        elif self.mode == STATISTICS and not self._follow_in_numbers(value, self.range):
             before, ends_before = self.range.largest, self.range.ends
             self._take([self.range], value)
             if self.dtype.affine:
@@ -290,6 +304,29 @@ class Quantizer(TrainableScale):
                 moved = torch.where(stays(self.base_scale.double() * self.dtype.high, before, largest), self.base_scale, moved)
                 self.base_scale.copy_(torch.where(before > 0, moved, self.range.scale(self.dtype) * self.headroom))
             self.batches_used.copy_(self.range.count)
+
+    def _follow_in_numbers(self, value: Tensor, range: MinMaxObserver) -> bool:
+        """Take in one batch by Python numbers, with the same bits as tensors; return False, and change nothing, where they do not do."""
+        moved = ranges.moved_range(value, range) if in_numbers(self.base_scale) else None
+        if moved is None:
+            return False
+        if self.dtype.affine:
+            with_zero = ((min(least, 0.0), max(most, 0.0)) for least, most in moved)
+            threes = zip(self.ends.tolist(), *with_zero, strict=True)
+            low, high = (each[0] if each[1] and stays(*each) else _moved(*each) for each in threes)
+            step, zero_point = grids.grid_of_numbers(low, high, self.dtype, self._many_at_ends(self.dtype))
+        else:
+            step, start, end = float(self.base_scale), *(max(map(abs, each)) for each in moved)
+            step = step if stays(step * self.dtype.high, start, end) else max(_moved(step, start, end), SMALLEST_SCALE)
+        if not math.isfinite(step):
+            return False
+        if self.dtype.affine:
+            self.ends.copy_(torch.tensor((low, high), dtype=torch.float32, device="cpu"))
+            self.zero_point.fill_(zero_point)
+        for buffer, number in zip((range.low, range.high, self.base_scale), (*moved[1], step), strict=True):
+            buffer.fill_(number)
+        self.batches_used.copy_(range.count.add_(1))
+        return True
 
     def _cover_batch(self, value: Tensor) -> None:
         """Cover this batch, and the average of the batches, of a tensor that was 0 from the first on that was not.
@@ -369,3 +406,8 @@ class Quantizer(TrainableScale):
         zero_point = f", zero_point={self.grid.zero_point}" if self.dtype.affine else ""
         mode = "fixed" if self.observer is None or self.frozen else self.mode
         return f"{self.dtype}, scale={self.scale.item():.6g}{zero_point}, {mode}"
+
+
+def _moved(own: float, before: float, after: float) -> float:
+    """Return a number times after / before, each rounded to float32; `after` itself where the range had nothing on that side."""
+    return float32(own * float32(after / before)) if before else after

@@ -227,7 +227,7 @@ class WeightQuantizer(torch.nn.Module):
         by_threshold  whether scales are a float32 threshold over 127: see `Arithmetic.float32_steps`
         """
         chosen = self._scale(weight, gain, keep)
-        chosen = grids.scale_for_pairs(weight, chosen) if self.pairs else chosen
+        chosen = grids.scale_for_pairs(grids.largest_pairs(weight), chosen) if self.pairs else chosen
         scale, own = self._raised(chosen, least, by_threshold)
         integers = self._rounded(weight, scale, own, gain)
         return QuantizedWeight(integers, scale, own, grids.accumulator_bound(integers, None, 0, 1))
@@ -243,7 +243,7 @@ class WeightQuantizer(torch.nn.Module):
         largest = largest if self.per_channel else largest.max().reshape(1)
         chosen = grids.scale_from_range(-largest, largest, self.dtype)
         if self.pairs:
-            chosen = grids.scale_for_pairs(weight if gain is None else weight * gain.reshape(-1, *[1] * (weight.dim() - 1)), chosen)
+            chosen = grids.scale_for_pairs(fused_layers.pairs(weight, gain), chosen)
         scale, own = self._raised(chosen, least, by_threshold)
         each = scale if scale.numel() == len(weight) else scale.expand(len(weight))
         integers, total = fused_layers.whole(weight, gain, each, self.dtype.low, self.dtype.high)
@@ -329,19 +329,26 @@ def fold(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) 
     gain = running_gain(batch_norm)
     shape = [1] * weight.dim()
     shape[axis] = -1
-    return weight * gain.reshape(shape), fold_bias(bias, batch_norm)
+    return weight * gain.reshape(shape), fold_bias(bias, batch_norm, gain)
 
 
-def fold_bias(bias: Tensor | None, batch_norm: BatchNorm) -> Tensor:
-    """Return the bias of the layer that `fold` describes."""
+def fold_bias(bias: Tensor | None, batch_norm: BatchNorm, gain: Tensor) -> Tensor:
+    """Return the bias of the layer that `fold` describes, with its `running_gain`."""
     assert batch_norm.running_mean is not None
     offset = -batch_norm.running_mean if bias is None else bias - batch_norm.running_mean
-    folded = offset * running_gain(batch_norm)
+    folded = offset * gain
     return folded if batch_norm.bias is None else folded + batch_norm.bias
 
 
 def correct_batch(
-    batch_norm: BatchNorm, weight_bias: Tensor | None, mean: Tensor, variance: Tensor, count: int, step: Tensor, usable: Tensor
+    batch_norm: BatchNorm,
+    gain: Tensor,
+    weight_bias: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    count: int,
+    step: Tensor,
+    usable: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return (c, b), per channel, so that (z + b) · c is normalized by this batch's statistics; update the running ones; differentiable.
 
@@ -350,12 +357,12 @@ def correct_batch(
 
         (z - mean(z)) · c + β  =  (z + β/c - mean(z)) · c,    c = sqrt((running_var + ε) / (var(z)/g² + ε)),   g = γ / sqrt(running_var + ε)
 
-    So the statistics are those of the quantized weights. A channel that is not `usable`, or whose γ is 0, keeps the running ones.
+    g is the `gain`. So the statistics are those of the quantized weights. A channel that is not `usable`, or whose γ is 0, keeps the
+    running ones.
     """
     assert batch_norm.running_mean is not None
     assert batch_norm.running_var is not None
     running = batch_norm.running_var + batch_norm.eps
-    gain = running_gain(batch_norm)
     usable = usable & (gain != 0)
     unit = step / torch.where(usable, gain, 1)  # of the layer before its batch norm
     of_batch = variance * unit.square()

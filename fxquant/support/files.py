@@ -14,11 +14,9 @@ import shutil
 import stat
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,38 +153,6 @@ def _explained(path: Path) -> Iterator[None]:
         raise ExportError(f"{path} cannot be written", because=f"{reason}; the previous file is kept", remedy=remedy) from error
 
 
-# ---- Locks that are free in a forked child: it has one thread, and locks held by other threads of its parent would never be released
-_OWNERS: weakref.WeakKeyDictionary[Any, list[Callable[[Any], None]]] = weakref.WeakKeyDictionary()
-
-
-def free_in_child(owner: Any, name: str, make: Callable[[], Any], interrupted: Callable[[Any], None] | None = None) -> None:
-    """Replace a lock, the owner's attribute `name`, by a new one in a forked child, if another thread of the parent held it.
-
-    `interrupted` is then called with the owner, whose state that thread may have left between two changes. The owner is not kept alive.
-    """
-
-    def free(owner: Any) -> None:
-        lock = getattr(owner, name)
-        if lock.acquire(blocking=False):
-            lock.release()
-            return
-        setattr(owner, name, make())
-        if interrupted is not None:
-            interrupted(owner)
-
-    _OWNERS.setdefault(owner, []).append(free)
-
-
-def _in_child() -> None:
-    for owner, functions in list(_OWNERS.items()):
-        for function in functions:
-            function(owner)
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_in_child)
-
-
 # ---- Take the addresses of tensors for functions in C, which read memory as it is ------------------------------------
 #
 # PyTorch may keep a sign, a conjugation, or that all elements are 0, as a mark on a tensor instead of in its memory. Such a tensor is
@@ -222,7 +188,9 @@ def point(structure: ctypes.Structure, tensors: Iterable[tuple[str, Tensor | Non
     The result owns the memory: keep it until the function in C has returned. A tensor that C writes to has to be new:
     it then has no lazy negation or conjugation.
     """
-    pairs = [(name, readable(tensor)) for name, tensor in tensors if tensor is not None]
-    for name, tensor in pairs:
-        setattr(structure, name, address(tensor))
-    return [tensor for _, tensor in pairs]
+    held = []
+    for name, tensor in tensors:
+        if tensor is not None:
+            held.append(readable(tensor))
+            setattr(structure, name, address(held[-1]))
+    return held

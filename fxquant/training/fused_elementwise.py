@@ -10,8 +10,8 @@ composed of the primitives.
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +56,7 @@ class Layout(NamedTuple):
 ALONE = Layout(1, 0, 0)  # of one number
 
 
-@dataclass(frozen=True)
-class Join:
+class Join(NamedTuple):
     """An accumulator: a · b + c, or sign_a · round(a · factor_a) + sign_b · round(b · factor_b) + c."""
 
     a: Tensor  # a, b: float32 tensors of integers; a has the shape of the result, b may be smaller, or absent from a sum
@@ -99,7 +98,7 @@ def _form(value: Tensor | Deferred) -> Join | None:
         return Join(value, None, None, product=False, wide=False)
     primitive, arguments = value.primitive, value.arguments
     if primitive is elementwise.multiply:
-        a, b, wide = arguments
+        a, b, wide = (*arguments, False)[:3]  # `wide` may be left out
         return Join(a, b, None, product=True, wide=wide) if isinstance(a, Tensor) and isinstance(b, Tensor) else None
     if role_of(primitive) is Role.CHANNEL_SCALING:
         a, weight, bias, trailing = arguments
@@ -165,7 +164,7 @@ def _laid_out(join: Join) -> Join | None:
         if join.b is None or join.each or not all(each is None or _within(each.shape, join.b.shape) for each in (join.a, join.c)):
             return None
         shape = join.b.shape
-        join = replace(join, a=join.b, b=join.a, factors=join.factors[::-1], slopes=join.slopes[::-1], signs=join.signs[::-1])
+        join = join._replace(a=join.b, b=join.a, factors=join.factors[::-1], slopes=join.slopes[::-1], signs=join.signs[::-1])
     smaller = [each for each in (join.b, join.c) if each is not None and each.shape != shape]
     if not shape:
         return None
@@ -175,11 +174,11 @@ def _laid_out(join: Join) -> Join | None:
         trailing = 1
         while not smaller and trailing < len(shape) and shape[len(shape) - trailing :].numel() < COLUMNS:
             trailing += 1
-    join = replace(join, columns=shape[len(shape) - trailing :].numel())
+    join = join._replace(columns=shape[len(shape) - trailing :].numel())
     of_b, of_c = (ALONE if each is None else _layout(each.shape, shape, trailing, join.columns) for each in (join.b, join.c))
     if of_b is None or of_c is None:
         return None
-    join = replace(join, of_b=of_b, of_c=of_c)
+    join = join._replace(of_b=of_b, of_c=of_c)
     if join.b is not None and join.b.requires_grad and torch.is_grad_enabled() and not join.each and join.of_b.rows != join.rows:
         return None  # its gradient is a sum over rows
     return join
@@ -212,60 +211,13 @@ def _layout(own: Sequence[int], shape: Sequence[int], trailing: int, columns: in
 COLUMNS = 256  # in a row, or more, where it may be
 
 
-class Joining(Protocol):
-    """The fused kernels of a backend."""
-
-    def takes(self, value: Tensor) -> bool:
-        """Return whether the kernels are for this tensor."""
-
-    def ends(self, join: Join) -> Tensor:
-        """Return the least and the largest accumulator: float64, of shape (2, columns) where constants are per column, else (2, 1)."""
-
-    def forward(self, join: Join, how: Rounded, ratio: Tensor, marks: bool) -> tuple[Tensor, Tensor, Tensor | None, int]:
-        """Return the integers, the dequantized tensor, a saturation mask, and the number of elements without gradient.
-
-        The dequantized tensor is never -0.0. The mask is computed if `marks`: bytes that are 1 where an element has a gradient.
-        """
-
-    def backward(
-        self, join: Join, scale: Tensor, ratio: Tensor, inside: Tensor | None, of_integers: Tensor | None, of_real: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of a, of b and of c, float32.
-
-        That of b has the shape of a, or one element for each row; where `each`, b and c have one element for each column. Where not
-        `each`, the gradient of c is None.
-        """
-
-    def occurs(self, value: Tensor, low: int, high: int) -> Tensor:
-        """Return which integers from low to high a tensor holds, as booleans."""
-
-    def look_up(self, value: Tensor, table: Tensor, low: int, scale: Tensor, keeps: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return table[value - low], and this times the scale, never -0.0: float32; and, if `keeps`, the indices value - low.
-
-        The indices are uint8, or the bits of uint16 as int16 where the table has more than 2^8 entries.
-        """
-
-    def look_back(self, places: Tensor, slopes: Tensor, scale: Tensor, of_integers: Tensor | None, of_real: Tensor | None) -> Tensor:
-        """Return (of_integers + of_real · scale) · slopes[places], with the indices `places` as `look_up` returns them."""
-
-    def to_bytes(self, value: Tensor) -> Tensor | None:
-        """Return integers as int8; None where they are not all within its limits."""
-
-
 SMALLEST = 2**8  # elements of a tensor
-OFFERS = Offers[Joining]()
+OFFERS = Offers[Any]()  # the kernels of `joining.c`
 
 
-def offered(value: Tensor) -> Joining | None:
+def offered(value: Tensor) -> Any:
     """Return the kernels for a tensor; None if no backend offers any."""
     return OFFERS.first(value) if fused_layers.admitted(value) else None
-
-
-def passes_for(value: Tensor) -> Joining:
-    """Return the kernels for a tensor that a backend offers kernels for."""
-    passes = offered(value)
-    assert passes is not None
-    return passes
 
 
 def _operand(value: Tensor, join: Join) -> Tensor:
@@ -280,11 +232,11 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor | None, c: Tensor | None, join: Join, how: Rounded, ratio: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        integers, real, inside, without = passes_for(a).forward(join, how, ratio, True)
+        integers, real, inside, without = offered(a).forward(join, how, ratio, True)
         saved = (_operand(a, join), None if a is b else b) if join.product else (None, None)
         ctx.save_for_backward(*saved, None if inside is None else fused_layers.kept_mask(inside, without))
         empty = torch.empty(0, device=a.device, dtype=torch.float32)
-        ctx.join = replace(join, a=empty, b=None, c=None)
+        ctx.join = join._replace(a=empty, b=None, c=None)
         ctx.shapes = a.shape, None if b is None else b.shape, None if c is None else c.shape
         ctx.same, ctx.c_dtype = join.same, None if c is None else c.dtype
         ctx.scale, ctx.ratio = how.scale, ratio
@@ -301,7 +253,7 @@ class _Joined(torch.autograd.Function):
         a = gradient if a is None else a.float()
         if ctx.same:
             b, ratio = a, 2 * ratio
-        join = replace(join, a=a, b=b)
+        join = join._replace(a=a, b=b)
         needs_a, needs_b, needs_c = ctx.needs_input_grad[:3]
         needs_b = needs_b and not ctx.same
         passes = None if torch.is_grad_enabled() else offered(gradient)
@@ -318,7 +270,7 @@ def _back(
     join: Join, scale: Tensor, ratio: Tensor, inside: Tensor | None, of_integers: Tensor | None, of_real: Tensor | None,
     shape: Sequence[int],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute `Joining.backward` with PyTorch's operators: differentiable, on every device."""
+    """Compute the kernel `backward` with PyTorch's operators: differentiable, on every device."""
     whole = Gradients(of_integers, of_real).of_steps(scale)
     of = (whole if inside is None else torch.where(inside.view(shape) > 0, whole, 0.0)) / scale
     of = (of * ratio.to(of.dtype)).reshape(join.rows, join.columns)
@@ -342,14 +294,14 @@ def joined(join: Join, how: Rounded, ratio: Tensor) -> tuple[Tensor, Tensor]:
     Gradients run through the float value of the accumulator, accumulator · `ratio`, within the fused clamp and the limits of the grid.
     """
     if not torch.is_grad_enabled():
-        return passes_for(join.a).forward(join, how, ratio, False)[:2]
+        return offered(join.a).forward(join, how, ratio, False)[:2]  # type: ignore[no-any-return]
     return _Joined.apply(join.a, join.b, join.c, join, how, ratio)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def ends(join: Join) -> Tensor:
     """Return the least and the largest accumulator, float64; for each column where constants are per column."""
     with torch.no_grad():
-        return passes_for(join.a).ends(join)
+        return offered(join.a).ends(join)  # type: ignore[no-any-return]
 
 
 # ---- functions by a table, with one fused kernel forward and one backward --------------------------------------------
@@ -394,14 +346,14 @@ def integers_of(value: Tensor, grid: Grid) -> Tensor:
 def occurring(value: Tensor, integers: Tensor) -> Tensor:
     """Return which of these consecutive integers a tensor holds, as booleans. It must hold no others."""
     with torch.no_grad():
-        return passes_for(value).occurs(value, int(integers[0]), int(integers[-1]))
+        return offered(value).occurs(value, int(integers[0]), int(integers[-1]))  # type: ignore[no-any-return]
 
 
 class _LookedUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, table: Tensor, slopes: Tensor, low: int, scale: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        integers, real, places = passes_for(value).look_up(value, table, low, scale, True)
+        integers, real, places = offered(value).look_up(value, table, low, scale, True)
         ctx.save_for_backward(places, slopes)
         ctx.scale = scale
         return integers, real
@@ -422,7 +374,7 @@ def looked_up(value: Tensor, input: Grid, curve: Curve, table: Tensor, output: G
     """Return the table's integers and the dequantized tensor, float32; gradients run along the curve, as far as the grid reaches."""
     table = table.float()
     if curve.slopes is None or not torch.is_grad_enabled():
-        return passes_for(value).look_up(value, table, curve.low, output.scale, False)[:2]
+        return offered(value).look_up(value, table, curve.low, output.scale, False)[:2]  # type: ignore[no-any-return]
     steps = curve.values / output.scale
     inside = (steps >= output.low) & (steps <= output.high)
     slopes = torch.where(inside, curve.slopes, 0.0) / output.scale * input.scale
@@ -451,7 +403,7 @@ def _narrow(value: Tensor) -> Tensor:
     if passes is not None:
         narrow = passes.to_bytes(value.as_strided((value.numel(),), (1,)))
         if narrow is not None:
-            return narrow.as_strided(value.shape, value.stride())
+            return narrow.as_strided(value.shape, value.stride())  # type: ignore[no-any-return]
     low, high = (float(end) for end in torch.aminmax(value))
     limits = map(torch.iinfo, _DTYPES)
     return value.to(next((dtype for dtype, ends in zip(_DTYPES, limits, strict=True) if ends.min <= low and high <= ends.max), value.dtype))

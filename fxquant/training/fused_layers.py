@@ -13,12 +13,12 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxquant.numerics.grids import power_of_two
+from fxquant.numerics.grids import Grid, largest_pairs, power_of_two
 from fxquant.primitives.quantization import HALF_STEPS, half_step, requantize_fixed, requantize_real
 from fxquant.support import Offers
 from fxquant.support.files import start
@@ -147,9 +147,15 @@ class Passes:
         value, dims = accumulator.value(), accumulator.form.others(accumulator.sums)
         return torch.stack((value.amin(dims), value.amax(dims)))
 
-    def finish(self, accumulator: Accumulator, how: Rounded) -> tuple[Tensor, Tensor]:
-        """Return the integers, and the dequantized tensor, which is never -0.0."""
-        value, form = accumulator.value(), accumulator.form
+    def finish(self, accumulator: Accumulator, how: Rounded, ratio: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        """Return the integers, and the dequantized tensor, which is never -0.0; and, given a ratio, what has a gradient.
+
+        That is a saturation mask, uint8 with the sums' strides, and the number of elements without gradient.
+        """
+        value, form, inside, without = accumulator.value(), accumulator.form, None, 0
+        if ratio is not None:
+            marks = how.inside(value * ratio.reshape(form.shape))
+            inside, without = marks.to(torch.uint8), int(marks.numel() - marks.sum())
         if how.fixed:
             half, first, product = (each.reshape(form.shape) if each.numel() > 1 else each for each in how.factors)
             value = value.double().add_(half).mul_(first).floor_().clamp_(-how.limit, how.limit - 1)
@@ -157,18 +163,12 @@ class Passes:
         else:
             (multiplier,) = how.factors
             value = (value * (multiplier.reshape(form.shape) if multiplier.numel() > 1 else multiplier)).round_().clamp_(how.low, how.high)
-        return value, (value * how.scale).add_(0.0)
-
-    def mark(self, accumulator: Accumulator, ratio: Tensor, how: Rounded) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Return the results of `finish`, a saturation mask, uint8 with the sums' strides, and the number of elements without gradient."""
-        real = accumulator.value() * ratio.reshape(accumulator.form.shape)
-        inside = how.inside(real)
-        return *self.finish(accumulator, how), inside.to(torch.uint8), int(inside.numel() - inside.sum())
+        return value, (value * how.scale).add_(0.0), inside, without
 
     def mark_back(
         self, form: Form, inside: Tensor | None, factor: Tensor | None, ratio: Tensor, scale: Tensor, gradients: Gradients, like: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return gradients of the sums, the residual and the bias, by the mask of `mark`. `like` has the strides of the sums."""
+        """Return gradients of the sums, the residual and the bias, by the mask of `finish`. `like` has the strides of the sums."""
         whole = gradients.of_steps(scale)
         of_sums = (whole if inside is None else torch.where(inside > 0, whole, 0.0)) / scale * ratio.reshape(form.shape)
         dims = form.others(of_sums)
@@ -201,6 +201,10 @@ class Passes:
         low, high = torch.aminmax(weight.flatten(1), dim=1)
         return torch.maximum(-low, high)
 
+    def weight_pairs(self, weight: Tensor, gain: Tensor | None) -> Tensor:
+        """Return `largest_pairs` of each channel of weight · gain, (channels,)."""
+        return largest_pairs(weight if gain is None else weight * gain.reshape(-1, *[1] * (weight.dim() - 1)))
+
     def weigh(self, weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
         """Return round(weight · gain / scale) within the limits, and the sum of each channel's magnitudes, float64."""
         shape = (-1, *[1] * (weight.dim() - 1))
@@ -215,6 +219,26 @@ class Passes:
         if gain is None:
             return of_folded, None
         return of_folded * gain.reshape(shape), (of_folded * weight).flatten(1).sum(1)
+
+    def quantize(self, value: Tensor, grid: Grid, bounds: tuple[float, float] | None) -> tuple[Tensor, tuple[Tensor | None, int]]:
+        """Return the centred integers of a float tensor on a grid; and the result of `within_grid`, if bounds are given."""
+        return grid.quantize(value), (None, 0) if bounds is None else within_grid(value, grid.scale, bounds)
+
+    def quantize_back(self, gradient: Tensor, inside: Tensor | None, scale: Tensor) -> Tensor:
+        """Return gradient / scale, and 0 where the mask is 0."""
+        return (gradient if inside is None else torch.where(inside.bool(), gradient, 0.0)) / scale
+
+
+def within_grid(value: Tensor, scale: Tensor, bounds: tuple[float, float]) -> tuple[Tensor | None, int]:
+    """Return the mask of elements within `bounds` in units of the scale, uint8, or None if all are, and the number of others."""
+    low, high = bounds
+    if scale.numel() == 1 and value.numel():
+        least, most = (torch.stack(torch.aminmax(value)) / scale.flatten()).tolist()  # a quotient rises with its dividend, rounded too
+        if least >= low and most <= high:
+            return None, 0
+    steps = value / scale
+    inside = (steps >= low).logical_and_(steps <= high).contiguous()
+    return inside.view(torch.uint8), inside.numel() - int(torch.count_nonzero(inside))
 
 
 class _Switch(threading.local):
@@ -241,8 +265,10 @@ def admitted(*tensors: Tensor | None) -> bool:
 
 def plain(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
     """Return whether `tensors` are plain (not of a subclass), of one of `dtypes`, and outside of torch.func's transforms."""
-    is_plain = all(type(t) in _PLAIN and t.dtype in dtypes for t in tensors if t is not None)
-    return is_plain and not torch._C._are_functorch_transforms_active()
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.dtype not in dtypes):
+            return False
+    return not torch._C._are_functorch_transforms_active()
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -308,7 +334,7 @@ class _Finished(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(sums, bias, residual, factor, ratio)
         ctx.ending = form, how, _ = ending
-        return _passes(sums, residual).finish(Accumulator(sums, form, bias, residual, factor), how)
+        return _passes(sums, residual).finish(Accumulator(sums, form, bias, residual, factor), how)[:2]
 
     @staticmethod
     def backward(ctx: Any, of_integers: Tensor | None, of_real: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -334,7 +360,7 @@ class _Marked(torch.autograd.Function):
         ctx: Any, sums: Tensor, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, ratio: Tensor, form: Form, how: Rounded
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        integers, real, inside, without = _passes(sums, residual).mark(Accumulator(sums, form, bias, residual, factor), ratio, how)
+        integers, real, inside, without = _passes(sums, residual).finish(Accumulator(sums, form, bias, residual, factor), how, ratio)
         ctx.save_for_backward(kept_mask(inside, without), factor, ratio)
         ctx.form, ctx.scale = form, how.scale
         ctx.like = torch.empty_strided(sums.shape, sums.stride(), device="meta", dtype=torch.float32)
@@ -363,7 +389,7 @@ def finished(
     limits of the grid. `token` is that of the `collected` whose sums these are.
     """
     if not torch.is_grad_enabled():
-        return _passes(sums, residual).finish(Accumulator(sums, form, bias, residual, factor), how)
+        return _passes(sums, residual).finish(Accumulator(sums, form, bias, residual, factor), how)[:2]
     if token is None and not ratio.requires_grad and (factor is None or not factor.requires_grad):
         return _Marked.apply(sums, bias, residual, factor, ratio, form, how)  # type: ignore[no-untyped-call,no-any-return]
     return _Finished.apply(sums, bias, residual, factor, ratio, (form, how, token))  # type: ignore[no-untyped-call,no-any-return]
@@ -414,33 +440,28 @@ class Constants:
 
 class _OnGrid(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, integers: Tensor, scale: Tensor, bounds: tuple[float, float]) -> Tensor:
-        inside, without = _within_grid(value, scale, bounds)
-        ctx.save_for_backward(None if inside is None else kept_mask(inside, without), scale)
+    def forward(ctx: Any, value: Tensor, integers: Tensor, scale: Tensor, marks: tuple[Tensor | None, int]) -> Tensor:
+        ctx.save_for_backward(kept_mask(*marks), scale)
         return integers.view_as(integers)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         mask, scale = ctx.saved_tensors
         inside = opened_mask(mask, torch.empty(gradient.shape, device="meta", dtype=torch.float32))
-        return (gradient if inside is None else torch.where(inside.bool(), gradient, 0.0)) / scale, None, None, None
-
-
-def _within_grid(value: Tensor, scale: Tensor, bounds: tuple[float, float]) -> tuple[Tensor | None, int]:
-    """Return the mask of elements within `bounds` in units of the scale, uint8, or None if all are, and the number of others."""
-    low, high = bounds
-    if scale.numel() == 1 and value.numel():
-        least, most = (torch.stack(torch.aminmax(value)) / scale.flatten()).tolist()  # a quotient rises with its dividend, rounded too
-        if least >= low and most <= high:
-            return None, 0
-    steps = value / scale
-    inside = (steps >= low).logical_and_(steps <= high).contiguous()
-    return inside.view(torch.uint8), inside.numel() - int(torch.count_nonzero(inside))
+        return _passes(gradient).quantize_back(gradient, inside, scale), None, None, None
 
 
 def on_grid(value: Tensor, integers: Tensor, scale: Tensor, bounds: tuple[float, float]) -> Tensor:
     """Return `integers`, bit for bit, of their shape and dtype, with the gradient of (value / scale).clamp(*bounds)."""
-    return _OnGrid.apply(value, integers, scale, bounds)  # type: ignore[no-untyped-call,no-any-return]
+    return _OnGrid.apply(value, integers, scale, within_grid(value, scale, bounds))  # type: ignore[no-untyped-call,no-any-return]
+
+
+def quantized(value: Tensor, grid: Grid, bounds: tuple[float, float]) -> Tensor:
+    """Return the centred integers of a float tensor on a grid, with the gradient of (value / scale).clamp(*bounds)."""
+    marked = bounds if value.requires_grad and torch.is_grad_enabled() else None
+    with torch.no_grad():
+        integers, marks = _passes(value).quantize(value, grid, marked)
+    return integers if marked is None else _OnGrid.apply(value, integers, grid.scale, marks)  # type: ignore[no-untyped-call]
 
 
 class _Whole(torch.autograd.Function):
@@ -465,6 +486,12 @@ def largest(weight: Tensor, gain: Tensor | None) -> Tensor:
         return magnitudes if gain is None else magnitudes * gain.abs()
 
 
+def pairs(weight: Tensor, gain: Tensor | None) -> Tensor:
+    """Return the `largest_pairs` of each channel of a weight times the gain, (channels,)."""
+    with torch.no_grad():
+        return _passes(weight).weight_pairs(weight, gain)
+
+
 def whole(weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
     """Return round(weight · gain / scale) within the limits, float32, with a straight-through gradient; and Σ |·| per channel, float64."""
     return _Whole.apply(weight, gain, scale, low, high)  # type: ignore[no-untyped-call,no-any-return]
@@ -474,25 +501,12 @@ def whole(weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: in
 FEW = 32  # times fewer places than elements, of 4 bytes each
 
 
-class Marks(Protocol):
-    """A backend's kernels for marks (uint8, 0 where a gradient passes); each equals the function here that its docstring names."""
-
-    def takes(self, inside: Tensor) -> bool:
-        """Return whether the kernels can compute on the tensor `inside`, by its device and dtype."""
-
-    def places(self, marks: Tensor, count: int) -> Tensor:
-        """Return the int32 indices of the `count` bytes that are 0, as `kept_mask` does."""
-
-    def marks(self, places: Tensor, size: int) -> Tensor:
-        """Return a uint8 tensor (size,) that is 0 at the indices `places` and 1 elsewhere, as `opened_mask` does."""
+MASKS = Offers[Any]()  # of a backend: `places` returns what `kept_mask` does, and `marks` what `opened_mask` does
 
 
-MASKS = Offers[Marks]()
-
-
-def kept_mask(inside: Tensor, without: int) -> Tensor | None:
+def kept_mask(inside: Tensor | None, without: int) -> Tensor | None:
     """Compress a mask for backward: None if it has no zeros, int32 indices (`without`,) of its zeros if they are few, else itself."""
-    if not without:
+    if inside is None or not without:
         return None
     if without * FEW > inside.numel() or inside.numel() >= 2**31:
         return inside

@@ -13,6 +13,8 @@ from torch import Tensor, fx, nn
 import fxquant as fxq
 from fxquant.accuracy.walk import real_result
 from fxquant.backends.cpu import native
+from fxquant.backends.cpu.training import SMALLEST, NativePasses
+from fxquant.numerics.grids import INT8, Grid
 from fxquant.numerics.rounding import straight_through
 from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives.accumulate import linear
@@ -327,7 +329,7 @@ def test_operands_are_kept_in_the_bits_they_need(low: int, high: int, dtype: tor
     assert torch.equal(kept.float(), x)
 
 
-def test_operands_lie_as_they_did() -> None:
+def test_operands_lie_as_they_did_and_little_is_kept_as_it_is() -> None:
     x, other = whole(4, 64, 3, 32).permute(0, 2, 1, 3), whole(4, 64, 3, 32, seed=1).permute(0, 2, 3, 1)
     for kept, value in zip(kept_by(matrix_product, x, other), (x, other), strict=True):
         assert kept.dtype == torch.int8
@@ -335,24 +337,34 @@ def test_operands_lie_as_they_did() -> None:
         assert torch.equal(kept.float(), value)
     repeated = whole(1, 64, 128).expand(3, 64, 128)
     assert torch.equal(fused_elementwise._wide(fused_elementwise._narrow(repeated)), repeated)
+    little = whole(8, 64)
+    assert fused_elementwise._narrow(little) is little
 
 
-def test_little_is_kept_as_it_is() -> None:
-    x = whole(8, 64)
-    assert fused_elementwise._narrow(x) is x
-
-
-@pytest.mark.parametrize("reach", [0.9, 1.5, float("nan")])
-def test_gradients_end_where_the_grid_does(reach: float) -> None:
-    value = torch.linspace(-1, 1, 1001)
-    value[500] *= reach
-    value, scale, bounds = value * (0.9 if reach != reach else reach) * 128, torch.tensor(1.0), (-128.0, 127.0)
-    integers = value.nan_to_num().round().clamp(*bounds)
-    one, other = (value.clone().requires_grad_() for _ in range(2))
-    actual, wanted = fused_layers.on_grid(one, integers, scale, bounds), straight_through((other / scale).clamp(*bounds), integers)
-    assert torch.equal(actual, integers)
+@pytest.mark.parametrize("reach", [0.9, 1.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("count", [1001, pytest.param(5001, marks=IN_C)])
+def test_gradients_end_where_the_grid_does(reach: float, count: int) -> None:
+    value, scale, bounds = torch.linspace(-1, 1, count), torch.tensor(0.37), (-128.0, 127.0)
+    value *= (reach if reach < 2 else 0.9) * 128 * scale
+    value[count // 3] *= reach
+    integers = Grid(INT8, scale).quantize(value)
+    one, other, third = (value.clone().requires_grad_() for _ in range(3))
+    results = [fused_layers.on_grid(one, integers, scale, bounds), straight_through((other / scale).clamp(*bounds), integers)]
+    with mock.patch.object(NativePasses, "quantize", autospec=True, side_effect=NativePasses.quantize) as in_c:
+        results.append(fused_layers.quantized(third, Grid(INT8, scale), bounds))
+    assert in_c.called == (count > SMALLEST)
     weights = torch.cos(value.nan_to_num())
-    assert torch.equal(torch.autograd.grad((actual * weights).sum(), one)[0], torch.autograd.grad((wanted * weights).sum(), other)[0])
+    gradients = [torch.autograd.grad((result * weights).sum(), of)[0] for result, of in zip(results, (one, other, third), strict=True)]
+    assert all(torch.equal(result, integers) for result in results)
+    assert all(torch.equal(gradients[0], each) for each in gradients)
+
+
+@IN_C
+@pytest.mark.parametrize("shape", [(64, 65), (33, 128), (16, 32, 3, 3), (16, 31, 3, 3), (500, 1, 3, 3), (24, 200, 1, 1)])
+def test_pairs_of_weights_are_those_of_tensors(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for gain in (None, torch.linspace(-2, 3, len(weight)).index_fill(0, torch.tensor(1), float("nan"))):
+        assert torch.equal(*(passes.weight_pairs(weight, gain).nan_to_num(-1) for passes in (NativePasses(), Passes())))
 
 
 def test_operands_that_are_not_rounded_are_kept_as_they_are() -> None:

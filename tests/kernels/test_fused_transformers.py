@@ -14,8 +14,9 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.backends.bpu import CHIP, REAL, SHIFT
 from fxquant.backends.cpu import native
+from fxquant.backends.cpu.training import NativeNumbers
 from fxquant.numerics import grids
-from fxquant.numerics.grids import ACTIVATION_TYPES, INT8, INT16, Grid, Ratio, table
+from fxquant.numerics.grids import ACTIVATION_TYPES, INT8, INT16, UINT8, Grid, IntType, Ratio, table
 from fxquant.ops.elementwise.table import _made, _plain
 from fxquant.primitives import elementwise, pool, product
 from fxquant.primitives.arithmetic import Arithmetic
@@ -306,43 +307,44 @@ def test_marks_come_back(without: int) -> None:
         assert again is None if not without else again is not None and torch.equal(again, inside)
 
 
-def test_ratios_of_numbers_are_those_of_tensors() -> None:
-    scales = torch.cat(
-        (torch.rand(40) * 10.0 ** torch.randint(-9, 4, (40,)), torch.tensor([1.0, 0.5, 2.0**-40, 3.0, 1e9, 32767.5 * 2.0**-20]))
-    )
-    for scale in scales:
-        for other in (torch.tensor(0.0371), torch.tensor(1.0)):
-            one, many = Ratio((scale, other), (other.square(),)), Ratio((scale.view(1), other), (other.square(),))
-            assert one.numbers() is not None
-            assert many.numbers() is None
-            assert torch.equal(one.approximate().view(1), many.approximate())
-            assert all(torch.equal(a.view(1), b) for a, b in zip(one.mantissa(15, 31), many.mantissa(15, 31), strict=True))
-            for arithmetic, type in ((CHIP, INT8), (CHIP, INT16), (SHIFT, INT8)):
-                for bits in (32, 48):
-                    actual, wanted = (grids.fixed_requantization(r, arithmetic.widths[type.name], type, bits) for r in (one, many))
-                    for name in ("shift", "multiplier", "right_shift"):
-                        assert torch.equal(getattr(actual, name).view(1), getattr(wanted, name)), (scale, name)
+def test_constants_in_c_are_those_of_tensors() -> None:
+    scales = torch.cat((torch.rand(40) * 10.0 ** torch.randint(-9, 4, (40,)), torch.tensor([1.0, 0.5, 2.0**-40, 3.0, 1e9])))
+    ratios = [Ratio((scale, torch.tensor(by)), (torch.tensor(by**2),)) for scale in (scales[:40], *scales) for by in (0.0371, 1.0)]
+    kinds = [(32, False, False), (48, False, False), (32, True, False), (32, True, True), (16, False, False)]  # bits, a layer, wide
+
+    def constants(ratio: Ratio) -> list[Tensor]:
+        tensors = [*ratio.mantissa(15, 31), *ratio.mantissa(15, 31, carries=False)]
+        widths = ((arithmetic.widths[dtype.name], dtype) for arithmetic, dtype in ((CHIP, INT8), (CHIP, INT16), (SHIFT, INT8)))
+        return tensors + [each for own, dtype in widths for kind in kinds for each in vars(own.constants(ratio, dtype, *kind)).values()]
+
+    with mock.patch.object(NativeNumbers, "constants", autospec=True, side_effect=NativeNumbers.constants) as in_c:
+        actual = [constants(ratio) for ratio in ratios]
+    assert in_c.call_count == len(ratios) * 3 * len(kinds)
+    with mock.patch.object(grids.OFFERS, "known", []):
+        for ratio, own in zip(ratios, actual, strict=True):
+            assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(own, constants(ratio), strict=True)), ratio.numerators
 
 
 @pytest.mark.parametrize("observer", [MinMaxObserver, MovingAverageMinMaxObserver])
 @pytest.mark.parametrize("share", [1.0, 0.3])
-def test_a_scale_follows_as_tensors_do(observer: Any, share: float) -> None:
-    own = Quantizer(INT8, observer())
-    own.observe(torch.tensor([-1.0, 0.7]))
+@pytest.mark.parametrize("dtype", [INT8, UINT8])
+def test_a_scale_follows_as_tensors_do(observer: Any, share: float, dtype: IntType) -> None:
+    own = Quantizer(dtype, observer())
+    own.observe(torch.cat([torch.tensor([-1.0, 0.7]), torch.full((1000,), 0.7)]))  # many at an end, as affine scales note
     own.update_scale()
-    own.base_scale.mul_(share)  # of the range, as where an observer clips
+    own.narrow(share)  # of the range, as where an observer clips
     other = copy.deepcopy(own)
     torch.manual_seed(0)
     for index in range(50):
         value = torch.randn(100) * 10.0 ** float(torch.randn(()))
         own.follow(value.double() if index % 3 == 0 else value)
-        with mock.patch("fxquant.quantization.quantizer.follow_in_numbers", return_value=False):
+        with mock.patch("fxquant.quantization.observers.ranges.moved_range", return_value=None):
             other.follow(value.double() if index % 3 == 0 else value)
         for one, reference in zip(own.buffers(), other.buffers(), strict=True):
             assert torch.equal(one, reference)
     with pytest.raises(fxq.errors.CalibrationError):
         own.follow(torch.tensor([1.0, math.nan]))
-    unseen = Quantizer(INT8, observer())  # has a scale, and no range that could grow
+    unseen = Quantizer(dtype, observer())  # has a scale, and no range that could grow
     unseen.assign(torch.tensor(0.5))
     unseen.follow(torch.tensor([-1.0, 2.0]))
-    assert float(unseen.scale) == pytest.approx(2 / 127.5)
+    assert float(unseen.scale) == pytest.approx(3 / 255 if dtype.affine else 2 / 127.5)

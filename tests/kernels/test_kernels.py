@@ -848,21 +848,3 @@ def test_large_constants_are_looked_at_before_files_are_written(look: str, tmp_p
             "verify": lambda: fxq.verify(integer, copy.deepcopy(integer), [x]),
         }[look]()
     assert torch.equal(integer(x), plain_of(integer)(x))
-
-
-# ---- forks ------------------------------------------------------------------------------------------------------------
-FORKS = program("kernels_forks")
-
-LOCKS = {
-    "runner.lock": "runs",
-    "fxquant.frontend.environment.OwnRandomNumbers._lock": "compiles",
-    "fxquant.primitives.record.SWITCHES['cpu'].lock": "compiles",
-}
-
-
-@pytest.mark.nightly
-def test_a_child_does_not_wait_for_a_thread_of_its_parent() -> None:
-    cases = [f"leave, thread = held({lock})\nprint(forked({action}))\nleave.set()\nthread.join()\nruns()" for lock, action in LOCKS.items()]
-    code = "\n".join([FORKS, "import fxquant.frontend.environment, fxquant.primitives.record", *cases])
-    done = run_python("-W", "ignore", "-c", code)
-    assert done.stdout.split() == ["True"] * len(LOCKS)

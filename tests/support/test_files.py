@@ -348,16 +348,3 @@ def test_a_qconfig_that_is_nested_too_deeply_is_none(text: str, tmp_path: Path) 
     (tmp_path / "q.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(fxq.errors.ExportError, match=r"is not a qconfig[\s\S]*because[\s\S]*remedy"):
         fxq.load_qconfig(tmp_path / "q.json")
-
-
-def test_in_a_child_a_lock_that_another_thread_held_is_new() -> None:
-    owner: Any = threading.Event()  # an object with attributes, which can be referred to weakly
-    interrupted, lock = list[Any](), threading.Lock()
-    owner.lock = lock
-    files.free_in_child(owner, "lock", threading.Lock, interrupted.append)
-    forked = files._OWNERS[owner]
-    forked[0](owner)
-    assert (owner.lock is lock, interrupted) == (True, [])
-    with lock:
-        forked[0](owner)
-    assert (owner.lock is lock, interrupted) == (False, [owner])

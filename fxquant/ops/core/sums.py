@@ -156,7 +156,8 @@ def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, floa
         return total, _factor(2.0**-bits, next(iter(ratios.values())))
 
     def real() -> Tensor:
-        summed: Any = sum(operand.real() * factor for operand, factor in terms.values())
+        every = (operand.real() if factor == 1 else operand.real() * factor for operand, factor in terms.values())
+        summed: Any = functools.reduce(torch.add, every)
         result: Tensor = summed if clamp is None else clamped(summed, *clamp)
         return result
 

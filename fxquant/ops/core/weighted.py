@@ -243,19 +243,19 @@ def lower_weighted(
     if batch_norm is not None and lowering.live_batch_norm:
         lowering.weight.forget_correction()  # the statistics, which are of the integers from now on, take its place
 
-    def rounded() -> tuple[QuantizedWeight, Tensor | None]:
+    def rounded() -> tuple[QuantizedWeight, Tensor | None, Tensor | None]:
         gain, by_threshold = None if batch_norm is None else running_gain(batch_norm), lowering.arithmetic.float32_steps
-        added = lowering.weight.corrected(bias if batch_norm is None else fold_bias(bias, batch_norm))
+        added = lowering.weight.corrected(bias if batch_norm is None or gain is None else fold_bias(bias, batch_norm, gain))
         least = _least_scale(lowering, input, added, residual)
         quantized = lowering.weight.folded(weight, gain, least, by_threshold)
         if quantized is None:
             folded = weight if batch_norm is None else fold(weight, None, batch_norm, 0)[0]
             quantized = lowering.weight.integers(folded, gain, least, keep=lowering.keeps_start, by_threshold=by_threshold)
-        return quantized, added
+        return quantized, added, gain
 
-    quantized, added = lowering.once("weight", rounded)
+    quantized, added, gain = lowering.once("weight", rounded)
     layer = LayerSum(lowering, product, *_narrowed(lowering, input, quantized, added), quantized)
-    live = _live(layer, batch_norm, bias) if batch_norm is not None and lowering.live_batch_norm else None
+    live = _live(layer, batch_norm, gain, bias) if batch_norm is not None and gain is not None and lowering.live_batch_norm else None
 
     def constants() -> tuple[Tensor | None, Tensor, ResidualFactor | None, int | Tensor, tuple[Tensor, ...], Lift | None]:
         steps, offset = lowering.arithmetic.step(layer.input.scale, quantized.scale), added if live is None else live.bias
@@ -369,7 +369,7 @@ class _Live(NamedTuple):
     statistics: fused_layers.Collected | None
 
 
-def _live(layer: LayerSum, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
+def _live(layer: LayerSum, batch_norm: BatchNorm, gain: Tensor, bias: Tensor | None) -> _Live:
     """Return the sums without a bias, and the statistics of this batch as a factor of the sums' scale and a bias.
 
     `bias` is the layer's. A channel whose weights are all 0, or whose scale was raised, does not depend on the statistics.
@@ -393,7 +393,7 @@ def _live(layer: LayerSum, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
         statistics = fused_layers.collected(sums, form)
         sums, variance, mean = statistics.sums, statistics.variance, statistics.mean
     step = layer.input.scale * weight.scale
-    return _Live(sums, *correct_batch(batch_norm, bias, mean.float(), variance.float(), count, step, usable), statistics)
+    return _Live(sums, *correct_batch(batch_norm, gain, bias, mean.float(), variance.float(), count, step, usable), statistics)
 
 
 def _narrow(sums: Tensor) -> Tensor:

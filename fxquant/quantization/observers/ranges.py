@@ -13,44 +13,27 @@ import math
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.numerics.grids import FLOAT32_EPSILON, INT8, SMALLEST_SCALE, IntType, float32, scale_from_range
+from fxquant.numerics.grids import FLOAT32_EPSILON, INT8, Interval, IntType, float32, scale_from_range
 from fxquant.support import Offers
 from fxquant.support.arguments import checked
-
 
 # ---- the statistics that observers compute of a whole tensor: the minimum and maximum of its items, and histograms ---
 #
 # They are computed in PyTorch here, on every device. A backend may offer kernels that read the tensor once, without copies (`OFFERS`).
-class Counting(Protocol):
-    """The kernels that a backend may offer; each returns the results of the function of that name in this module."""
-
-    def takes(self, value: Tensor) -> bool:
-        """Return whether the kernels support this tensor."""
-
-    def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `ends`."""
-
-    def magnitudes(self, value: Tensor, places: Tensor | None, bins: int, reach: float) -> tuple[Tensor, Tensor]:
-        """Compute the counts of `magnitudes`, of all and of negative values. `places`, int64, are the indices of a sample, if any."""
-
-    def signed(self, rows: Tensor, chosen: Sequence[int], apart: int, bins: int, top: float) -> Tensor:
-        """Compute `signed`."""
-
-
-OFFERS = Offers[Counting]()
+OFFERS = Offers[Any]()  # kernels of a backend, each with the results of the function of its name in this module
 
 
 def ends(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest element of each row, of shape (rows,); NaN where a row holds one."""
     offered = OFFERS.first(rows)
     if offered is not None:
-        return offered.ends(rows)
+        return offered.ends(rows)  # type: ignore[no-any-return]
     low, high = torch.aminmax(rows, dim=1)
     return low, high
 
@@ -76,7 +59,7 @@ def signed(rows: Tensor, chosen: Sequence[int] | None, apart: int, bins: int, to
     """Count every `apart`-th element of the chosen rows in the bins of [-top, top]; the result has shape (bins,). None: of all rows."""
     offered = OFFERS.first(rows)
     if offered is not None:
-        return offered.signed(rows, range(len(rows)) if chosen is None else chosen, apart, bins, top)
+        return offered.signed(rows, range(len(rows)) if chosen is None else chosen, apart, bins, top)  # type: ignore[no-any-return]
     few = rows[:, ::apart]
     return torch.histc(few if chosen is None else few[list(chosen)], bins, -top, top)
 
@@ -351,8 +334,10 @@ def averaged(end: float, value: float, count: int, averaging_constant: float) ->
 
 def in_numbers(*scalars: Tensor) -> bool:
     """Return whether scalars may be computed as Python numbers: in a tenth of the time, with the same bits."""
-    plain = all(type(each) in _PLAIN and each.device.type == "cpu" for each in scalars)
-    return plain and not torch._C._are_functorch_transforms_active()
+    for each in scalars:
+        if type(each) not in _PLAIN or not each.is_cpu:
+            return False
+    return not torch._C._are_functorch_transforms_active()
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -360,40 +345,28 @@ _PLAIN = (Tensor, nn.Parameter)
 FAR = 2.0  # times as far as a threshold
 
 
-def stays(threshold: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Return whether a threshold stays where it is, as the end of the range falls from `before` to `after`."""
-    return (after.abs() < before.abs()) & (FAR * threshold.double().abs() < after.double().abs())
+def stays(threshold: Any, before: Any, after: Any) -> Any:
+    """Return whether a threshold stays where it is, as the end of the range falls from `before` to `after`: of tensors, or of numbers."""
+    return (abs(after) < abs(before)) & (FAR * abs(threshold) < abs(after))
 
 
-def follow_in_numbers(value: Tensor, range: MinMaxObserver, scale: Tensor, batches_used: Tensor, high: int) -> bool:
-    """Update range and scale from a batch in Python numbers, rounded to float32 like tensors, which is faster for scalars.
+def moved_range(value: Tensor, range: MinMaxObserver) -> tuple[Interval, Interval] | None:
+    """Return a range before and after it takes in a batch, as Python numbers, rounded to float32 like tensors, which is faster for scalars.
 
-    The dtype is symmetric with the largest integer `high`. The range, the scale and the number of batches are changed in place. Return
-    whether the observer and the devices allow this; if not, nothing is changed.
+    Nothing is changed. Return None where the observer or the devices do not allow numbers, or the range holds none but 0.
     """
     if type(range) not in (MinMaxObserver, MovingAverageMinMaxObserver) or not value.numel():
-        return False
-    moved = (range.low, range.high, range.count, scale)
-    if not in_numbers(*moved):
-        return False
+        return None
+    if not in_numbers(range.low, range.high, range.count):
+        return None
     low, most = (float(end.float()) for end in torch.aminmax(value.detach()))
-    own_low, own_high, count, step = float(moved[0]), float(moved[1]), int(moved[2]), float(scale)
-    before = max(abs(own_low), abs(own_high))
-    if not (math.isfinite(low) and math.isfinite(most) and 0 < before < math.inf) or count == 0:
-        return False
-    if isinstance(range, MovingAverageMinMaxObserver):
-        constant = range.averaging_constant
-        low, most = (averaged(own, end, count + 1, constant) for own, end in ((own_low, low), (own_high, most)))
-    else:
-        low, most = min(own_low, low), max(own_high, most)
-    largest = max(abs(low), abs(most))
-    if not (largest < before and FAR * step * high < largest):  # `stays`
-        step = max(float32(step * float32(largest / before)), SMALLEST_SCALE)
-    if not math.isfinite(step):
-        return False
-    for buffer, number in zip((*moved, batches_used), (low, most, count + 1, step, count + 1), strict=True):
-        buffer.fill_(number)
-    return True
+    before, count = (float(range.low), float(range.high)), int(range.count)
+    if not (math.isfinite(low) and math.isfinite(most) and 0 < max(map(abs, before)) < math.inf) or count == 0:
+        return None
+    if not isinstance(range, MovingAverageMinMaxObserver):
+        return before, (min(before[0], low), max(before[1], most))
+    constant = range.averaging_constant
+    return before, (averaged(before[0], low, count + 1, constant), averaged(before[1], most, count + 1, constant))
 
 
 def finite_range(value: Tensor) -> tuple[Tensor, Tensor]:
