@@ -382,7 +382,7 @@ def test_a_constant_of_the_file_that_is_off_by_one_is_located(role: str, target:
     elif role == "multiplier":  # after the accumulator, and the first shift where there is one
         replace_input(model, call, 2 if target == "bayes-e" else 1, lambda multiplier: multiplier * (1 + LAST_OF_15_BITS))
     elif target == "bayes-e":
-        pytest.skip("a zero point of 0 is no input of the call")
+        pytest.skip("a zero point of 0 is not an input of the call")
     else:
         replace_input(model, call, len(call.input) - 1, add_one)
     onnx.save(model, str(path))
