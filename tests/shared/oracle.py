@@ -584,6 +584,7 @@ def shifted_sum(terms: Sequence[Term], to: Grid, rules: Rules, clamp: Clamp | No
     x, e = sorted(terms, key=lambda term: -term.step)
     ratio = e.step / x.step
     n = 6 if rules.by_layers else measured_mantissa(ratio, 15 if x.wide else 23)[1]
+    n -= not rules.by_layers and ratio * 2**n > 2**15 - 1
     if (e.wide or x.wide) and not to.wide and not rules.by_layers:
         n = min(13 - exponent_of(ratio), 14 if x.wide else 22)
     total, unit = x.integer * 2**n + e.integer * min(half_even(ratio * 2**n), 2**15 - 1), x.step / 2**n
