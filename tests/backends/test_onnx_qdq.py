@@ -96,7 +96,9 @@ def is_new(sample: Sample) -> bool:
 
 
 EVERY = [sample for sample in BY_OPERATOR.values() if sample.operator not in WITHOUT_A_FORM]
-QDQ = [*((pack, 21) for pack in packs(EVERY)), *((pack, 11) for pack in packs([s for s in EVERY if not is_new(s) and not is_wide(s)]))]
+# onnxruntime 1.32 moves an int8 pair over its Reshape, and then says that the zero point is uint8.
+OPENED = [sample for sample in EVERY if sample.operator not in ("index_put", "setitem")]
+QDQ = [*((pack, 21) for pack in packs(OPENED)), *((pack, 11) for pack in packs([s for s in EVERY if not is_new(s) and not is_wide(s)]))]
 
 
 @needs_vnni
