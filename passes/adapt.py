@@ -38,7 +38,7 @@ def apply(gm: fx.GraphModule, context: Context) -> int:
         if spec is not None and now is not None and now.dtype not in (spec.dtype, None):
             narrowed.add(node)
     if changes:  # what a remedy reads past: the flatten in front of a layer
-        eliminate_dead(gm.graph.nodes, lambda node: operator_of(node) is not None)
+        eliminate_dead(gm.graph.nodes, lambda node: operator_of(node) is not None and not node.is_impure())
     return changes
 
 

@@ -18,16 +18,12 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fxquant.support import arguments, logger
 from fxquant.support.arguments import choice, of_environment
-from fxquant.support.files import point
 
 SOURCE, TRAINING, JOINING, CHAINS = (Path(__file__).with_name(f"{name}.c") for name in ("native", "training", "joining", "chains"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")  # IEEE's roundings
@@ -130,15 +126,6 @@ class Count(ctypes.Structure):
         *fields(_int64, "rows columns step count bins threads"),
         *fields(ctypes.c_float, "first last"),
     ]
-
-
-def run(library: Any, function: str, structure: Any, tensors: Iterable[tuple[str, Tensor | None]]) -> Any:
-    """Call a function of a library on a structure, whose fields get the addresses of these tensors; return the structure."""
-    structure.threads = torch.get_num_threads()
-    arguments = point(structure, tensors)
-    getattr(library, f"fxq_{function}")(ctypes.addressof(structure))
-    del arguments
-    return structure
 
 
 @functools.cache

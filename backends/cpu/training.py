@@ -2,7 +2,7 @@
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,19 @@ from fxquant.numerics import grids
 from fxquant.numerics.grids import FixedWidths, Grid, Lines
 from fxquant.quantization.observers import ranges
 from fxquant.support import disagreed
-from fxquant.support.files import address, readable
+from fxquant.support.files import address, point, readable
 from fxquant.training import fused_elementwise, fused_layers
 from fxquant.training.fused_elementwise import Join
 from fxquant.training.fused_layers import Accumulator, Form, Gradients, Passes, Rounded
+
+
+def run(library: Any, function: str, structure: Any, tensors: Iterable[tuple[str, Tensor | None]]) -> Any:
+    """Call a function of a library on a structure, whose fields get the addresses of these tensors; return the structure."""
+    structure.threads = torch.get_num_threads()
+    arguments = point(structure, tensors)
+    getattr(library, f"fxq_{function}")(ctypes.addressof(structure))
+    del arguments
+    return structure
 
 
 class NativePasses(Passes):
@@ -127,7 +136,7 @@ fused_layers.OFFERS.add(NativePasses())
 def _call(function: str, form: Form, numbers: dict[str, float] | None = None, /, **tensors: Tensor | None) -> Pass:
     """Call a function of training.c, and return its arguments; all tensors are contiguous or have equal strides."""
     structure = Pass(outer=form.outer, channels=form.channels, inner=form.inner, **(numbers or {}))
-    native.run(native.training_library(), function, structure, tensors.items())
+    run(native.training_library(), function, structure, tensors.items())
     return structure
 
 
@@ -198,14 +207,14 @@ class NativeCounting:
     def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         low, high = torch.empty(2, len(rows), dtype=torch.float32, device="cpu").unbind()
         structure = Count(rows=len(rows), columns=rows.shape[1])
-        native.run(native.training_library(), "row_ends", structure, (("value", rows), ("low", low), ("high", high)))
+        run(native.training_library(), "row_ends", structure, (("value", rows), ("low", low), ("high", high)))
         return low, high
 
     def magnitudes(self, value: Tensor, places: Tensor | None, bins: int, reach: float) -> tuple[Tensor, Tensor]:
         counts, negative = torch.empty(2, bins, dtype=torch.float32, device="cpu").unbind()
         structure = Count(bins=bins, last=reach, count=value.numel() if places is None else len(places))
         tensors = ("value", value), ("counts", counts), ("negative", negative), ("places", places)
-        native.run(native.training_library(), "magnitudes", structure, tensors)
+        run(native.training_library(), "magnitudes", structure, tensors)
         return counts, negative
 
     def signed(self, rows: Tensor, chosen: Sequence[int], apart: int, bins: int, top: float) -> Tensor:
@@ -433,4 +442,4 @@ def _each_row(join: Join, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _join_call(function: str, structure: _Join, tensors: dict[str, Tensor | None]) -> None:
     contiguous = ((name, tensor.contiguous()) for name, tensor in tensors.items() if tensor is not None)
-    native.run(native.joining_library(), function, structure, contiguous)
+    run(native.joining_library(), function, structure, contiguous)

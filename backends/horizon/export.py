@@ -29,7 +29,7 @@ from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.elementwise import lookup
 from fxquant.primitives.quantization import dequantize
 from fxquant.support import logger
-from fxquant.support.arguments import FLAG, FOLDER, POSITIVE, TEXT, checked, checked_class, choice, such
+from fxquant.support.arguments import COUNT, FLAG, FOLDER, POSITIVE, TEXT, checked, checked_class, choice, such
 from fxquant.support.progress import working
 from fxquant.target import Target
 
@@ -155,7 +155,7 @@ NAME = such("a name of letters, digits, _, . and -", TEXT.take, lambda name: boo
 @checked_class(
     optimize_level=choice("O0", "O1", "O2", "O3"),
     compile_mode=choice("latency", "bandwidth", "balance"),
-    balance_factor=such("a number from 0 to 100", int, lambda value: 0 <= value <= 100).or_none("the compiler's own"),
+    balance_factor=such("a number from 0 to 100", COUNT.take, lambda value: value <= 100).or_none("the compiler's own"),
     max_time_per_fc=POSITIVE.or_none("no limit"),
     debug=FLAG,
     core_num=such("1 or 2", POSITIVE.take, lambda value: value <= 2),

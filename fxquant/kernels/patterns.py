@@ -26,7 +26,7 @@ CONVOLUTIONS = {
     Role.TRANSPOSED: ("weight", "bias", "stride", "padding", "output_padding", "dilation", "groups"),
 }  # the arguments after the operand
 PRODUCTS = frozenset({*CONVOLUTIONS, Role.LINEAR})
-SUMS, POOLED = PRODUCTS | {Role.SUM}, frozenset({pool.sum_pool, pool.sum})
+SUMS = PRODUCTS | {Role.SUM}
 RANKS = (2, 3, 4, 5)
 IMAGES = RANKS[1:]  # of tensors with channels and one to three dimensions after them
 LONGEST_ROW = 2**14  # columns: some rows of every intermediate result have to stay in the cache
@@ -70,7 +70,7 @@ def sum_of_products(root: fx.Node) -> Matched:
     layer, becomes integers of more bits, or is divided by the elements of each window. A sum over windows, or over height and width, is
     a depthwise convolution whose weight is 1: its part "weight" is None.
     """
-    requantized, alone = role_of(root.target) is Role.REQUANTIZATION, role_of(root.target) in PRODUCTS or root.target in POOLED
+    requantized, alone = role_of(root.target) is Role.REQUANTIZATION, role_of(root.target) in SUMS
     if not requantized and root.target is not accumulator_output and not (alone and _stays_wide(root)):
         return None
     covers, total = ([], root) if alone else ([root], root.args[0])
@@ -101,7 +101,7 @@ def sum_of_products(root: fx.Node) -> Matched:
 def _stays_wide(total: fx.Node) -> bool:
     """Return whether an int32 sum becomes an int16 or int32 tensor, or is one over images or windows that is not requantized at once."""
     (user, *_) = total.users or (None,)
-    if user is not None and total.target in POOLED:
+    if user is not None and role_of(total.target) is Role.SUM:
         return role_of(user.target) is not Role.REQUANTIZATION or any(math.prod(_sizes(node)) != 1 for node in user.all_input_nodes[1:])
     if user is not None and role_of(user.target) is Role.RESIDUAL:
         (user, *_) = user.users or (None,)

@@ -50,11 +50,15 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {  # every field of a r
     Part: {"composite": (str,), "role": (str,), "inner": (bool,)}, Same: {"operands": (tuple,)},
     Own: {**dict.fromkeys(("dtype", "shared_where", "otherwise"), (str, NoneType)), "headroom": (float,), "limit": (float, NoneType)},
     Fixed: {"scale": (float,), "dtype": (str,), "zero_point": (int, NoneType), "otherwise": (Fixed, Own, NoneType)},
-    Constant: {"node": (str,), "scale": (float, tuple), "axis": (int, NoneType), "zero_point": (int, tuple)},
+    Constant: {
+        "node": (str,), "scale": (float, tuple), "axis": (int, NoneType), "zero_point": (int, tuple), "times": (int, NoneType),
+    },
     Operation: {"name": (str,), "arguments": (dict,), "constants": (dict,), "intermediate": (QParams, NoneType)},
 }  # fmt: skip
 # Fields that are written only where they are otherwise.
-_USUAL: Mapping[type, Mapping[str, Any]] = {QConfig: {"dynamic": False}, Own: {"limit": None}, Annotation: {"on_host": False}}
+_USUAL: Mapping[type, Mapping[str, Any]] = {
+    QConfig: {"dynamic": False}, Own: {"limit": None}, Annotation: {"on_host": False}, Constant: {"times": None},
+}  # fmt: skip
 _RECORDS_BY_NAME = {kind.__name__: kind for kind in RECORDS}
 
 

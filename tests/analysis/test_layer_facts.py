@@ -1,7 +1,7 @@
 """The facts of layers: computed by hand for known layers, the same from every form of a model, and true of the tensors themselves."""
 
 import functools
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.backends.bpu import _nash
 from fxquant.ir.integer import Constant, operation
 from fxquant.search.bit_widths import Budget
 from fxquant.target import Roofline
@@ -240,7 +239,7 @@ def test_every_march_has_rates_that_say_where_they_are_from() -> None:
 
 def test_a_march_is_one_row(tmp_path: Path) -> None:
     """A row that is in no table besides has limits and rates, and files for the compiler that it names."""
-    row = _nash("nash-x", Roofline(1e12, 1e10, "X: 2 TOPS"), "x9")
+    row = replace(backends.get("nash-e"), name="nash-x", roofline=Roofline(1e12, 1e10, "X: 2 TOPS"), aliases=("x9",))
     model, x = written(lambda m, x: m.pool(m.layer(x)), layer=nn.Conv2d(3, 4, 1), pool=nn.MaxPool2d(2, dilation=2)), torch.randn(2, 3, 8, 8)
     assert [result.limit for result in fxq.check(model, x, row)] == ["its dilation is 2; nash-x allows at most 1"]
     integer = compiled(model, [x], row).integer

@@ -280,7 +280,8 @@ def assert_become_their_operators(samples: list[Sample], prepared: fx.GraphModul
         inside = [node for node in prepared.graph.nodes if graph.module_path(node).split(".")[:2] == ["models", str(index)]]
         wholes = {str(part.composite) for node in inside if (part := part_of(node)) is not None}
         operators = {resolve(prepared, str(node.target)).operator.name for node in inside if node.op == "call_module"}
-        assert sample.operator in wholes | operators or "curve" in operators, sample  # several functions of one tensor are one
+        # Several functions of one tensor are one; an operator that breaks a limit is written as another one, under its own name.
+        assert sample.operator in {name.split(" in ")[0] for name in wholes} | operators or "curve" in operators, sample
 
 
 def assert_float_function_within_bound(

@@ -9,12 +9,13 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends import TARGETS
+from fxquant.ir.loops import bodies
 from fxquant.ops import OPERATORS
 from fxquant.remedies import REMEDIES
 from tests.analysis.test_check import FAMILIES, ROWS, Row, check
 from tests.shared import contract
 from tests.shared.contract import compiled
-from tests.shared.networks import members
+from tests.shared.networks import Network, members
 
 # What is broken where no remedy keeps the meaning in this case: that row's operator runs on the host.
 HOSTED = {
@@ -174,3 +175,10 @@ def test_what_is_on_the_host_is_said_by_check() -> None:
     assert findings
     assert findings.summary == "within every limit of bernoulli2 that is known, 1 operator runs on the host"
     assert [finding.kind for finding in findings] == ["host"]
+
+
+def test_a_loop_stays_whole_beside_an_operator_that_is_rewritten() -> None:
+    model = Network(lambda m, x: m.rows(m.pool(x).transpose(1, 2))[0], pool=nn.AvgPool1d(2), rows=nn.LSTM(4, 3, batch_first=True))
+    prepared = fxq.prepare(model.eval(), torch.randn(2, 4, 10), "bayes-e", options=fxq.Options(adapt=True))
+    assert "avg_pool1d(" not in fxq.text(prepared)
+    assert [len(body) > 5 for body in bodies(prepared.graph).values()] == [True]

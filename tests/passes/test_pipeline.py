@@ -105,6 +105,7 @@ def Around(self, x: Tensor) -> Tensor:
     x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5)  # squares, which are to be wide
     parts = torch.cat((x, 100 * x), 1)
     x = torch.fft.fft(torch.softmax(x + self.mask, 1)).real
+    x = torch.fft.fft(x.abs() + x).real
     return torch.cat((torch.fft.fft(torch.sigmoid(torch.where(x > 0, x.sqrt(), x))).real, parts, self.mix(x).tanh()), 1)
 
 

@@ -69,7 +69,10 @@ PASSES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "a gate": (lambda: Chain(lambda m, x: x * torch.sigmoid(m["g"](x.mean((2, 3), keepdim=True))), g=nn.Conv2d(8, 8, 1)), 8),
     "flatten": (lambda: Chain(lambda m, x: m["l"](F.adaptive_avg_pool2d(x, 2).flatten(1)), l=nn.Linear(32, 5)), 8),
     "mean": (lambda: Chain(lambda m, x: m["l"](x.relu().mean((2, 3))), l=nn.Linear(8, 5)), 8),
-    "layer norm": (lambda: Chain(lambda m, x: m["l"](m["n"](x.flatten(2).transpose(1, 2))), n=nn.LayerNorm(8), l=nn.Linear(8, 5)), 8),
+    "layer norm": (
+        lambda: Chain(lambda m, x: m["l"](m["n"](x.flatten(2).transpose(1, 2)).relu()), n=nn.LayerNorm(8), l=nn.Linear(8, 5)),
+        8,
+    ),
     "an attention's values": (lambda: Chain(_attended, q=nn.Linear(8, 8), v=nn.Linear(8, 8), o=nn.Linear(8, 5)), 16),
     "a batch norm alone": (lambda: Chain(lambda m, x: F.relu(m["n"](F.relu(x))), n=nn.BatchNorm2d(8)), 8),
 }
