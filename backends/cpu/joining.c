@@ -432,7 +432,7 @@ static void limited_constants(const Join *p, int64_t i, int64_t shift, int64_t m
 }
 
 /* b_rows: the largest right shift; b_stride: that of a layer; b_step: the least first shift of a wide operand, or 0; c_stride: the output's
-   largest integer; c_step: the bits of the intermediate; each: whether there is a first shift. */
+   largest integer; c_step: the bits of the intermediate; mode: the largest first shift; each: whether there is one. */
 void fxq_measured_constants(Join *p) {
     for (int64_t i = 0; i < p->rows && !p->outside; i++) {
         int64_t mantissa, k;
@@ -442,6 +442,7 @@ void fxq_measured_constants(Join *p) {
             double product = scalbn(p->c[i], (int)(k - p->b_stride)) * (double)(((int64_t)1 << (p->c_step - 1)) - 1);
             int64_t last = p->b_stride > p->b_rows && product >= (double)p->c_stride ? p->b_stride : p->b_rows;
             right = k < last ? k : last;
+            if (k - right > p->mode) right = k - p->mode;
             int64_t most = k - p->b_step > 1 ? k - p->b_step : 1;
             if (p->b_step && right > most) right = most;
         }

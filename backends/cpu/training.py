@@ -375,12 +375,12 @@ class NativeNumbers:
         return _of_ratios("mantissas", structure, ratio, ("integers", "real"), torch.int64)
 
     def constants(
-        self, ratio: Tensor, widths: FixedWidths, largest: int, high: int, shifted_bits: int, measured: tuple[int, int] | None = None
+        self, ratio: Tensor, widths: FixedWidths, largest: int, high: int, shifted_bits: int, measured: tuple[int, int, int] | None = None
     ) -> tuple[Tensor, ...] | None:
         """Return shift, multiplier and right shift, int32; of `MeasuredWidths`, if the limits of its shifts are given."""
         structure = _Join(rows=ratio.numel(), columns=widths.multiplier_bits, c_rows=largest, wide=measured is None, c_stride=high)
         structure.b_rows, structure.c_step, structure.each = widths.largest_shift, widths.intermediate_bits, shifted_bits
-        structure.b_stride, structure.b_step = measured or (0, 0)
+        structure.b_stride, structure.b_step, structure.mode = measured or (0, 0, 0)
         return _of_ratios("fixed_constants" if measured is None else "measured_constants", structure, ratio)
 
 

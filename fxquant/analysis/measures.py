@@ -243,7 +243,7 @@ MEASURES: dict[str, Measure] = {
     "bits": _bits_read, "bits of an averaged image": lambda site: _bits_read(site) if _averaged(site) else [],
     "bits where it is dilated": lambda site: _bits_read(site) if _dilated(site) else [],
     "bits with groups and a stride": lambda site: _bits_read(site) if site.arguments["groups"] > 1 < max(site.spatial("stride")) else [],
-    "bits of the result": lambda site: _bits(site.node),
+    "bits of the result": lambda site: [bits for bits in _bits(site.node) if bits != 32],  # which are those of the sum itself
     "interpolation": lambda site: [site.arguments["mode"]],
     "factor of a nearest resize that is not a power of two": lambda site: [
         each for each in _resize_factor(site) if site.arguments["mode"].startswith("nearest") and not is_power_of_two(each)

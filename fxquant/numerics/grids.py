@@ -703,7 +703,8 @@ class MeasuredWidths(FixedWidths):
         """
         first = max(self.largest_first_shift, accumulator_bits - 17)
         largest = 31 if accumulator_bits <= 16 else first + self.largest_shift
-        limits = self.layer_shift if layer else self.largest_shift, self.wide_first_shift if wide else 0
+        most = first if layer or accumulator_bits > 32 else 17  # the first shift: 15 of 32 bits are left
+        limits = self.layer_shift if layer else self.largest_shift, self.wide_first_shift if wide else 0, most
         if (constants := _by_kernel(ratio, self, largest, output, max(accumulator_bits - 16, 0), limits)) is not None:
             return constants
         if accumulator_bits <= 16:  # a quantized tensor is multiplied without a first shift
@@ -715,6 +716,7 @@ class MeasuredWidths(FixedWidths):
             product = ratio.detached * power_of_two(k - self.layer_shift) * (2 ** (self.intermediate_bits - 1) - 1)
             last = torch.where(product >= output.high, self.layer_shift, last)
         right_shift = torch.minimum(k, last)
+        right_shift = torch.maximum(right_shift, k - most)
         if wide:
             right_shift = torch.minimum(right_shift, (k - self.wide_first_shift).clamp_min(1))
         return self.limited(k - right_shift, multiplier, right_shift)

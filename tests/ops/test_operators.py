@@ -312,6 +312,8 @@ def assert_float_function_within_bound(
                 sampled += HALF_STEP
             if sample.operator == "prelu" and activation == "int8":
                 sampled += SLOPED
+            if sample.operator.startswith("conv_transpose") and activation == "int16":
+                sampled += 256 * HALF_STEP  # it is rounded to 8 bits first (CHIP.md, section 18)
             if sample.operator == "rms_norm" and activation == "int16":
                 sampled += 100  # its reciprocal root is six tables of 64 entries (CHIP.md, section 13)
         bound = sampled + {**EXTRA, "int16": fine}.get(activation, 0)

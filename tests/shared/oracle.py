@@ -226,6 +226,7 @@ def measured_parameters(
     if bits == 8 and layer and ratio * Fraction(2) ** (k - 23) * (2**15 - 1) >= 127:
         largest = 23
     b = min(k, largest, max(k - 8, 1)) if wide else min(k, largest)
+    b = b if layer or accumulator_bits > 32 else max(b, k - 17)
     return (k - b, 2**15 - 1, 1) if b < 1 else (k - b, multiplier, b)
 
 
