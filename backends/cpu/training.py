@@ -22,7 +22,7 @@ from fxquant.training.fused_layers import Accumulator, Form, Gradients, Passes, 
 
 
 def run(library: Any, function: str, structure: Any, tensors: Iterable[tuple[str, Tensor | None]]) -> Any:
-    """Call a function of a library on a structure, whose fields get the addresses of these tensors; return the structure."""
+    """Write the addresses of tensors into the fields of a structure, call a function in C with the structure, and return it."""
     structure.threads = torch.get_num_threads()
     arguments = point(structure, tensors)
     getattr(library, f"fxq_{function}")(ctypes.addressof(structure))

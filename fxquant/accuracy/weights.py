@@ -121,7 +121,7 @@ def remedies(prepared: fx.GraphModule) -> Iterator[tuple[str, bool]]:
 
 
 def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress: bool | None) -> Rounded:
-    """Return the roundings, by these samples, of all weights of at most `bits` bits that are rounded to the nearest; the model stays."""
+    """Find roundings of the weights of at most `bits` bits by samples, by layer; the model, and roundings of other kinds, stay."""
     with tuning(prepared) as tuned, repeatable():
         result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, Checkpoint(None, {}), tuned.undo)
         quantizers = {name: tuned.operators[name].weight_quantizer for layer in result.kept for name in layer.layers}

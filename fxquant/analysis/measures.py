@@ -171,7 +171,7 @@ def _bits_read(site: Site) -> list[int]:
 
 
 def _lacks_segments(site: Site) -> bool:
-    """Return whether it is a unary function, with what is added to its operand, that a chip computes at 8 bits alone."""
+    """Return whether an operator is a function of one tensor for which the chip has no segments of 16 bits, so that it needs 8 bits."""
     values = {name: value for name, value in site.arguments.items() if name != "input"}
     if site.operator is not SHIFTED:
         values = {"function": site.operator.name, "factor": 1, "offset": 0, "settings": values}

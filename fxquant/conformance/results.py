@@ -168,7 +168,7 @@ def check_conformance(folder: str | os.PathLike[str], results: str | os.PathLike
 
 
 def _simulates(kit: Kit, program: ProbeProgram, index: int, step: Array, actual: Array) -> bool:
-    """Return whether the simulator's results, if the kit holds them, have these integers as a program's output."""
+    """Return whether the simulator gave the integers `actual` for an output of a program; False if the kit has no such results."""
     path, name = kit.folder / manifest.SIMULATED / f"{program.name}.npz", program.outputs[index]
     simulated = _of_kit(kit, path) if path.is_file() else {}
     return name in simulated and np.array_equal(integers(simulated[name], step), actual)

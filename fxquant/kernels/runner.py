@@ -216,14 +216,14 @@ def _choose(kernel: Kernel, site: Site, proofs: Any = None) -> Chosen:
         if any(0 in site.sizes[read] for read in site.match.reads):
             refused[implementation.name] = "its operand is empty"
             continue
-        key = "" if proofs is None else proofs.key(site, implementation)
-        is_proved = proofs is not None and key in proofs.known
+        key = None if proofs is None else proofs.key(site, implementation)
+        is_proved = key is not None and key in proofs.known
         try:
             built = implementation.build(replace(site, proved=is_proved))
             if not is_proved:
                 prove(site, implementation, built)
-            if proofs is not None and not is_proved:
-                proofs.add(key)
+                if proofs is not None:
+                    proofs.add(key)
         except NotApplicable as error:
             refused[implementation.name] = str(error)
         except Disagrees as error:

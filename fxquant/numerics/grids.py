@@ -278,7 +278,7 @@ def largest_pairs(weight: Tensor) -> Tensor:
 
 
 def scale_for_pairs(pairs: Tensor, scale: Tensor) -> Tensor:
-    """Return the scales, (C,) or (1,), raised so that these `largest_pairs` fit as integers, each less than 1 from its number."""
+    """Return scales, (C,) or (1,), raised until the integers of the `largest_pairs` fit, however each weight is rounded."""
     fitting = pairs / torch.tensor(LARGEST_PAIR - 1, dtype=torch.float32, device=pairs.device)
     return torch.maximum(scale, fitting if scale.numel() > 1 else fitting.max())
 
@@ -496,7 +496,7 @@ def by_segments(form: Segments, scale: Tensor, output: Grid, integers: Tensor) -
 
 
 class Lines(NamedTuple):
-    """Eight straight lines between 7 integers, of which the inner six are followed by tables."""
+    """The constants of a function of 16 bits by segments: 7 integers cut its range into 8 segments, and the inner six have tables."""
 
     starts: Tensor  # int64 of shape (7,): where a line starts, except the first
     lines: Tensor  # int64 of shape (8, 3): multiplier, bias and right shift of each

@@ -74,7 +74,7 @@ class Quantizer(TrainableScale):
 
     @property
     def grid(self) -> Grid:
-        """The current grid: the same object as long as scale, zero point and `frozen` have these values, if none is learned."""
+        """The current grid. Without learned scales, the same object is returned until the scale, the zero point or `frozen` changes."""
         base = self._buffers["base_scale"]  # much faster than the attribute
         if self.method is not None or base is None or not in_numbers(base) or torch.is_inference_mode_enabled():
             return self._grid_of(self.scale)

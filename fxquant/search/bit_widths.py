@@ -483,7 +483,7 @@ class Widening:
         return max(self.judge.noise(partial(outputs_of, prepared, state=State.VALIDATE)).floored)
 
     def cost(self, dtypes: Mapping[str, str]) -> float:
-        """Return the time that these dtypes add, as a share, by the target's peak rates; without rates, their share of bit operations."""
+        """Estimate the share of time that dtypes add, by the target's peak rates; without rates, the share of bit operations."""
         wide, now = ([*costs(self.choices, each, self.speed).values()][-1] for each in (dtypes, {}))  # latency is last, where it is there
         return wide / now - 1 if now else 0.0
 

@@ -115,7 +115,7 @@ def unreadable(rank: int) -> Iterator[Tensor]:
 
 
 def failed(batches: Iterable[Tensor]) -> Any:
-    """Calibrate with batches of which one is bad, after other batches; return the error, and whether the scales are as before."""
+    """Calibrate a calibrated model with batches, one of which is bad; return the error, and whether the scales stayed."""
     prepared = fxq.calibrate(prepare(), shards(), options=ALONE)
     before = fxq.qparams(prepared)
     try:

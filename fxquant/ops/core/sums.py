@@ -81,7 +81,7 @@ LARGEST_FACTOR = 2**15 - 1  # of the operand of the smaller scale: a ratio that 
 
 
 def _lower_shifted_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], how: ShiftedSums, clamp: Clamp | None) -> Quantized:
-    """Compute x · 2^n + e · E, where x has the larger scale, and requantize once; a constant has a scale of its own."""
+    """Add two terms as x · 2^n + e · E, x of the larger scale, and requantize the sum once; a constant term has its own scale."""
     device = next(operand.scale.device for operand, _ in terms.values() if isinstance(operand, Quantized))
     held = {role: _integers_of(lowering, role, *term, device) for role, term in terms.items() if not isinstance(term[0], Quantized)}
     on = {role: operand.grid if isinstance(operand, Quantized) else held[role][1] for role, (operand, _) in terms.items()}
