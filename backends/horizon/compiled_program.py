@@ -200,15 +200,16 @@ CHANNELS_LAST = ("bernoulli2",)  # marches whose programs take and return every 
 
 
 class SimulatedForm(Form):
-    """The BPU programs of a file. Each is given the integers of the integer graph at its inputs, one row of a batch at a time."""
+    """The BPU programs of a file. Each is given the integers of the integer graph at its inputs, as many rows at a time as it takes."""
 
     def __init__(self, path: Path, integer: fx.GraphModule) -> None:
         self.binary, self.reference = Binary(path), GraphForm(integer)
         self.march = integer.meta["target"].march
         self.quantized = path.parent / f"{path.stem}{QUANTIZED_MODEL}"
         about = path.parent.parent / LAYERS
-        outputs = json.loads(about.read_text(encoding="utf-8")).get("outputs", {}) if about.is_file() else {}
-        turned = [name for name, described in outputs.items() if described["layout"] is not None]
+        described = json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}
+        outputs, self.samples = described.get("outputs", {}), described.get("input_batch", 1)  # that one run takes
+        turned = [name for name, each in outputs.items() if each["layout"] is not None]
         values, self.sequences = horizon_values(integer)
         values |= {name: values[node.name] for name, node in zip(outputs, returned(integer), strict=False) if node.name in values}
         self.connections = Connections(self.quantized, values, turned)
@@ -272,7 +273,8 @@ class SimulatedForm(Form):
         rows = [self._row(row, names) for row in self._rows(inputs)]
         if ACCUMULATORS in selection.kinds:  # in depth: also the tensors between the ends of the programs
             rows = [self._inner(values) | row for values, row in zip(self._rows(inputs), rows, strict=True)]
-        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        values = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        return values if self.samples == 1 else {name: value[: len(inputs[0])] for name, value in values.items()}
 
     def _inner(self, inputs: Sequence[Any]) -> Values:
         """Return the tensors between the ends of the programs, as the tool's runtime of the quantized model computes them."""
@@ -293,13 +295,14 @@ class SimulatedForm(Form):
         return integers
 
     def _rows(self, inputs: Sequence[Any]) -> Iterable[list[Any]]:
-        """Yield the inputs of each item of a batch; the batch as it is if the model has a fixed batch size."""
+        """Yield the inputs of each run for a batch, the last item again where a run takes more; the batch if its size is fixed."""
         shapes = [fact(node) for node in self.reference.model.graph.find_nodes(op="placeholder")]
         batched = [isinstance(each, TensorFact) and bool(each.shape) and isinstance(each.shape[0], BatchDim) for each in shapes]
         if not any(batched):
             return [list(inputs)]
         count = next(len(value) for value, rows in zip(inputs, batched, strict=True) if rows)
-        return ([value[item : item + 1] if rows else value for value, rows in zip(inputs, batched, strict=True)] for item in range(count))
+        runs = torch.arange(-(-count // self.samples) * self.samples).clamp(max=count - 1).reshape(-1, self.samples)
+        return ([value[items] if rows else value for value, rows in zip(inputs, batched, strict=True)] for items in runs)
 
     def _row(self, inputs: Sequence[Any], names: set[str]) -> Values:
         places = {place.node for place in (*self.given.values(), *self.places.values())}

@@ -18,7 +18,7 @@ from fxquant.analysis.recording import returned
 from fxquant.backends.onnx.export import check_arguments, save_models
 from fxquant.backends.onnx.horizon import CALIBRATED_OPSET, OPSET, CalibratedWriter, HorizonWriter, fixed_shape, float_nodes, turn_outputs
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.ir.graph import TensorFact, fact, source
+from fxquant.ir.graph import BatchDim, TensorFact, fact, source
 from fxquant.ir.integer import Operation, QParams, operation, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES, FLOAT32_EPSILON, wraps
 from fxquant.ops import BY_NAME
@@ -107,37 +107,48 @@ CENTRE = 128  # of a byte: the compiler's int8 is the byte minus this
 HALF = 2  # NV12 has one U and one V for two by two pixels
 
 
-def check_camera(integer: fx.GraphModule, camera: str) -> None:
-    """Raise ConfigurationError if a program cannot take its only input from a camera with the integers of `integer`."""
-    first, *others = integer.graph.find_nodes(op="placeholder")
-    shape: tuple[Any, ...] = getattr(fact(first), "shape", ())
-    wrong = [user for user in first.users if qparams(user) != QParams(1.0, "int8")]
+CAMERAS = {"nv12": 3, "yuv444": 3, "rgb": 3, "bgr": 3, "gray": 1}  # channels of an image, by what a program takes
+
+
+def camera_input(integer: fx.GraphModule, camera: str) -> fx.Node:
+    """Return the input of a model that a program takes from a camera: an image on the scale 1.
+
+    Raises ConfigurationError if there is none, if there are several, or if the program would compute other integers.
+    """
+    inputs = integer.graph.find_nodes(op="placeholder")
+    shapes: list[tuple[Any, ...]] = [getattr(fact(node), "shape", ()) for node in inputs]
+    images: list[fx.Node] = [node for node, shape in zip(inputs, shapes, strict=True) if len(shape) == 4 and shape[1] == CAMERAS[camera]]
+    bytes_less_128 = [node for node in images if all(qparams(user) == QParams(1.0, "int8") for user in node.users)]
     because = None
     if (compiler := integer.meta["target"].compiler) != HB_MAPPER.compiler:
         because = f"files with a camera are not written for {compiler}"
-    elif others:
-        because = f"it has {1 + len(others)} inputs, and one alone may come from a camera"
-    elif len(shape) != 4 or shape[1] != 3:
-        because = f"the input {first.name!r} has the shape {list(map(str, shape))}, and an image has 3 channels"
-    elif camera == "nv12" and any(not isinstance(size, int) or size % HALF for size in shape[2:]):
-        because = f"the input {first.name!r} has {shape[2]} rows of {shape[3]} pixels, and NV12 has an even number of both"
-    elif wrong:
-        because = f"%{wrong[0].name} reads the input {first.name!r} as {qparams(wrong[0])}, and a byte less 128 is int8 on the scale 1"
+    elif not images:
+        because = f"its inputs have the shapes {', '.join(map(str, shapes))}, and an image of {camera} has {CAMERAS[camera]} channels"
+    elif not bytes_less_128:
+        user = next(iter(images[0].users))
+        because = f"%{user.name} reads the input {images[0].name!r} as {qparams(user)}, and a byte less 128 is int8 on the scale 1"
+    elif len(bytes_less_128) > 1:
+        because = f"{' and '.join(node.name for node in bytes_less_128)} are images of bytes less 128, and one alone may come from a camera"
+    elif camera == "nv12" and any(not isinstance(size, int) or size % HALF for size in fact(bytes_less_128[0]).shape[2:]):
+        because = f"the input {bytes_less_128[0].name!r} is {fact(bytes_less_128[0])}, and NV12 has an even number of rows and of columns"
     if because is not None:
         raise ConfigurationError(
             f"the model cannot take {camera} from a camera",
             because=because,
             remedy="pass fxq.board.with_camera(integer, 'rgb', …) (--train-type rgb at the command line), or leave out camera=",
         )
+    return bytes_less_128[0]
 
 
 def nv12_of(image: Tensor) -> Tensor:
-    """Return the bytes of NV12, uint8 (3 · H / 2, W), of integers (1, H, W, 3) that are Y, U and V minus 128.
+    """Return the bytes of NV12, uint8 (3 · H / 2, W), of integers (1, H, W, 3) that are Y, U and V minus 128; of Y alone, uint8 (H, W).
 
     Raises ConfigurationError if U and V are not equal for two by two pixels: NV12 cannot represent such an image.
     """
-    _, height, width, _ = image.shape
+    _, height, width, channels = image.shape
     planes = (image[0] + CENTRE).to(torch.uint8)
+    if channels == 1:
+        return planes[..., 0]
     chroma = planes[::HALF, ::HALF, 1:]
     if not torch.equal(chroma.repeat_interleave(HALF, 0).repeat_interleave(HALF, 1), planes[..., 1:]):
         because = "its U and V differ within two by two pixels, and NV12 has one of each for these four"
@@ -162,6 +173,8 @@ NAME = such("a name of letters, digits, _, . and -", TEXT.take, lambda name: boo
     jobs=POSITIVE.or_none("the compiler's own number"),
     outputs=choice("float32", "integer"),
     layout=choice("NHWC").or_none("the order of the model"),
+    input_layout=choice("NHWC").or_none("the order of the model"),
+    input_batch=POSITIVE,
 )
 @dataclass(frozen=True, kw_only=True)
 class HorizonOptions:
@@ -177,10 +190,11 @@ class HorizonOptions:
     outputs         "float32", or "integer": int8, int16 or int32 without the dequantization on the processor. layers.json then has the
                     dtype, the shape and the scales of each output: one, or one for each channel
     layout          "NHWC": outputs (N, C, H, W) are returned as (N, H, W, C)
+    input_layout    "NHWC": float32 inputs (N, C, H, W) are taken as (N, H, W, C), as a camera's always are
+    input_batch     samples that one run of the program takes, of a model with one float32 input
 
-    Not here: input_batch, since boards and `verify` run one sample at a time; bt601_video, which is with_camera(…, swing="studio");
-    mean and scale, which are with_camera's; gray; channels last of float32 inputs; remove_node_type of Quantize, Transpose and Reshape:
-    images are not quantized on the processor, and `outputs` and `layout` cover the other end.
+    Not here: bt601_video, which is with_camera(…, swing="studio"); mean and scale, which are with_camera's; remove_node_type of Quantize,
+    Transpose and Reshape: images are not quantized on the processor, and `outputs` and `layout` cover the other end.
     """
 
     PUBLIC: ClassVar[str] = "fxq.board.HorizonOptions"
@@ -190,12 +204,14 @@ class HorizonOptions:
     jobs: int | None = None
     outputs: str = "float32"
     layout: str | None = None
+    input_layout: str | None = None
+    input_batch: int = 1
     balance_factor: int | None = None
     max_time_per_fc: int | None = None
     debug: bool = True
 
 
-@checked(folder=FOLDER, name=NAME, camera=choice("nv12", "yuv444", "rgb", "bgr").or_none("float32"))
+@checked(folder=FOLDER, name=NAME, camera=choice(*CAMERAS).or_none("float32"))
 @working("writing for the vendor's compiler")
 def export_horizon(
     integer: fx.GraphModule, folder: str | os.PathLike[str], name: str = "model", *, camera: str | None = None,
@@ -231,8 +247,8 @@ def export_horizon(
     if not returned(integer):
         raise ExportError("there is nothing to write", because="the model returns no tensor", remedy="return a tensor in forward")
     format = FORMATS[target.compiler]
-    if camera is not None:
-        check_camera(integer, camera)
+    placeholders = integer.graph.find_nodes(op="placeholder")
+    image = None if camera is None else placeholders.index(camera_input(integer, camera))
     for error in refusals(integer):
         raise error
     model = format.writer(integer, "float", format.opset).write(input_names, output_names)
@@ -243,13 +259,24 @@ def export_horizon(
             raise ConfigurationError(f"the input name {info.name!r} cannot be written", because=because, remedy=remedy)
     if options.layout is not None:
         turn_outputs(model)
-    inputs = {info.name: {"shape": fixed_shape(info), "type": camera or "float32"} for info in model.graph.input}
+    types = [camera or "" if index == image else "float32" for index in range(len(placeholders))]
+    inputs: dict[str, Any] = {}
+    for info, type in zip(model.graph.input, types, strict=True):
+        shape, layout = fixed_shape(info), options.input_layout if type == "float32" else None
+        is_turned = layout is not None and len(shape) == 4
+        inputs[info.name] = {"shape": [shape[axis] for axis in (0, 2, 3, 1)] if is_turned else shape, "type": type}
+        inputs[info.name]["layout"] = layout if is_turned else None
+    if options.input_batch > 1 and not (types == ["float32"] and isinstance(next(iter(fact(placeholders[0]).shape), 1), BatchDim)):
+        because = "the program of several samples takes one float32 input, whose first dimension is the batch"
+        raise ConfigurationError("input_batch cannot be used", because=because, remedy="leave input_batch out")
     operators = [node for node in integer.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     sources = {node.name: source(node) for node in operators if node.target not in PRIMITIVES or operation(node) is not None}
     layers = {"name": name, "march": target.name, "layers": sources, "inputs": inputs, "outputs": _outputs(integer, model, options)}
+    if options.input_batch > 1:
+        layers["input_batch"] = options.input_batch
     directory = Path(folder)
     beside = {
-        f"{name}.yaml": _configuration(integer, model, name, options, camera),
+        f"{name}.yaml": _configuration(integer, model, name, options, types),
         SCRIPT: format.commands.format(name=name, output=OUTPUT),
         LAYERS: json.dumps(layers, indent=1, ensure_ascii=False) + "\n",
     }
@@ -279,9 +306,11 @@ def refusals(integer: fx.GraphModule) -> list[ExportError]:
     return errors
 
 
-def _configuration(integer: fx.GraphModule, model: Any, name: str, options: HorizonOptions, camera: str | None) -> str:
+def _configuration(integer: fx.GraphModule, model: Any, name: str, options: HorizonOptions, types: list[str]) -> str:
     march, inputs = integer.meta["target"].name, model.graph.input
-    image, format = camera is not None, FORMATS[integer.meta["target"].compiler]
+    kinds = ["featuremap" if type == "float32" else type for type in types]
+    format = FORMATS[integer.meta["target"].compiler]
+    means = [" ".join([str(CENTRE)] * CAMERAS.get(each, 0)) for each in kinds]
     level = min(options.optimize_level, format.highest)
     if (options.compile_mode == "balance") != (options.balance_factor is not None):
         because = "the compiler takes both or neither"
@@ -296,12 +325,13 @@ def _configuration(integer: fx.GraphModule, model: Any, name: str, options: Hori
         "input_parameters": {
             "input_name": [info.name for info in inputs],
             "input_shape": ["x".join(map(str, fixed_shape(info))) for info in inputs],
-            "input_type_rt": [camera or "featuremap"] * len(inputs),
-            "input_layout_rt": ["NHWC" if image else "NCHW"] * len(inputs),
-            "input_type_train": ["yuv444" if camera == "nv12" else camera or "featuremap"] * len(inputs),
+            "input_type_rt": kinds,
+            "input_layout_rt": ["NHWC" if each in CAMERAS else options.input_layout or "NCHW" for each in kinds],
+            "input_type_train": ["yuv444" if each == "nv12" else each for each in kinds],
             "input_layout_train": ["NCHW"] * len(inputs),
-            "norm_type": ["data_mean" if image else "no_preprocess"] * len(inputs),
-            "mean_value": f"{CENTRE} {CENTRE} {CENTRE}" if image else None,
+            "norm_type": ["data_mean" if each in CAMERAS else "no_preprocess" for each in kinds],
+            "mean_value": means if any(means) else None,
+            "input_batch": options.input_batch if options.input_batch > 1 else None,
         },
         "calibration_parameters": {"calibration_type": "load", "run_on_cpu": float_nodes(integer, model) or None},
         "compiler_parameters": {**{name: getattr(options, name) for name in COMPILER_KEYS}, "optimize_level": level},

@@ -133,10 +133,10 @@ def add_export(commands: Any) -> None:
     fields = "optimize_level O2, outputs integer, layout NHWC, core_num 2, jobs 4, …; may be given several times"
     field = f"a field of fxq.board.HorizonOptions: {fields}"
     export.add_argument("--option", action="append", nargs=2, metavar=("NAME", "VALUE"), help=field)
-    export.add_argument("--camera", choices=("nv12", "yuv444", "rgb", "bgr"), help="let the program of --to take images of a camera")
-    export.add_argument("--train-type", metavar="ORDER", help="rgb or bgr: the model's channels, to which camera.fxq converts")
-    export.add_argument("--mean", nargs=3, type=float, metavar=("R", "G", "B"), help="its mean of images of 0 to 255 (default: 0 0 0)")
-    export.add_argument("--std", nargs=3, type=float, metavar=("R", "G", "B"), help="its divisors (default: 1 1 1)")
+    export.add_argument("--camera", choices=("nv12", "yuv444", "rgb", "bgr", "gray"), help="the images that the program of --to takes")
+    export.add_argument("--train-type", metavar="ORDER", help="rgb, bgr or gray: the model's channels, to which camera.fxq converts")
+    export.add_argument("--mean", nargs="+", type=float, metavar="NUMBER", help="its mean of images of 0 to 255, by channel (default: 0)")
+    export.add_argument("--std", nargs="+", type=float, metavar="NUMBER", help="its divisors (default: 1)")
     export.add_argument("--out", type=path, default=Path("horizon"), metavar="FOLDER", help="the folder of --to (default: horizon)")
     export.add_argument("--compile", action="store_true", help="compile the folder of --to, too, which needs the vendor's tool")
     export.add_argument("--board", type=path, metavar="FOLDER", help="compile, and write what runs the program on a board and checks it")
@@ -172,7 +172,7 @@ def _export(options: argparse.Namespace) -> int:
     for name, path in asked.items():
         print(writers[name](integer, path))
     if options.to is not None:
-        if colours and options.camera in ("rgb", "bgr"):
+        if colours and options.camera in ("rgb", "bgr", "gray"):
             colours["swing"] = options.camera
         model = fxq.board.with_camera(integer, **colours) if colours else integer
         fields: dict[str, Any] = {name: int(text) if text.isdecimal() else FLAGS.get(text, text) for name, text in options.option or ()}

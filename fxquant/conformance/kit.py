@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from fxquant import backends
 from fxquant.analysis.recording import OUTPUTS, GraphForm, Wanted, returned
 from fxquant.api import calibrate, convert, prepare
-from fxquant.backends.horizon.export import CENTRE, HB_MAPPER, LAYERS, HorizonOptions, export_horizon, nv12_of, refusals
+from fxquant.backends.horizon.export import CENTRE, HB_MAPPER, LAYERS, HorizonOptions, camera_input, export_horizon, nv12_of, refusals
 from fxquant.backends.horizon.tool import LOG, Tool, compile_horizon
 from fxquant.conformance import board, manifest
 from fxquant.conformance.manifest import Case, Kit, ProbeProgram, Refusal, digest, packed
@@ -169,6 +169,9 @@ def board_kit(folder: str | os.PathLike[str], integer: fx.GraphModule, compiled:
         because = f"it or {layers} is missing, or has other inputs or outputs"
         remedy = "pass the model that fxq.board.export_horizon wrote, and what fxq.board.compile_horizon returned"
         raise ConfigurationError(f"{program} is not the program of this model", because=because, remedy=remedy)
+    if about.get("input_batch", 1) > 1:
+        because, remedy = "the kit runs samples one by one, and its program takes several", "export it with input_batch=1"
+        raise ConfigurationError(f"{program} is not for a kit", because=because, remedy=remedy)
     steps = output_steps(integer)
     names = [f"output {index}" if step is None else ends[index].all_input_nodes[0].name for index, step in enumerate(steps)]
     samples: dict[str, list[Tensor]] = {name: [] for name in (*inputs, *outputs)}
@@ -195,9 +198,10 @@ def board_kit(folder: str | os.PathLike[str], integer: fx.GraphModule, compiled:
 def check_batches(integer: fx.GraphModule, batches: Iterable[Any], camera: str | None) -> None:
     """Raise CalibrationError or ConfigurationError for a batch that the program of an integer model cannot take."""
     form = GraphForm(integer)
+    image = None if camera is None else camera_input(integer, camera).name
     for index, batch in enumerate(batches):
-        for value in form.inputs(batch, index):
-            _samples(value, {"type": camera, "shape": [1]})
+        for name, value in zip(form.input_names, form.inputs(batch, index), strict=True):
+            _samples(value, {"type": camera if name == image else None, "shape": [1]})
 
 
 def _samples(value: Tensor, entry: Mapping[str, Any]) -> Tensor:

@@ -174,52 +174,69 @@ def split_nv12(buffer: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ---- The colours of a camera in front of an integer model ------------------------------------------------------------
-COLOURS = such(
-    "numbers of red, green and blue", lambda values: tuple(map(float, values)), lambda values: sum(map(math.isfinite, values)) == 3
+NUMBERS = such(
+    "finite numbers, one for each channel", lambda values: tuple(map(float, values)), lambda values: all(map(math.isfinite, values))
 )
-DIVISORS = such("positive numbers of red, green and blue", COLOURS.take, lambda values: min(values) > 0)
+DIVISORS = such("positive numbers, one for each channel", NUMBERS.take, lambda values: min(values, default=0) > 0)
+CHANNELS = {"rgb": 3, "bgr": 3, "gray": 1}  # of an image, by what a model was trained with
 
 
-@checked(train_type=choice("rgb", "bgr"), swing=choice(*SPACES), mean=COLOURS, std=DIVISORS)
+def _from_camera(train_type: str, swing: str, mean: Sequence[float] | None, std: Sequence[float] | None) -> nn.Conv2d:
+    """Return the convolution of kernel 1 from a camera's image minus 128 to the normalized image. Raises ConfigurationError."""
+    channels = CHANNELS[train_type]
+    mean, std = mean or (0.0,) * channels, std or (1.0,) * channels
+    if (train_type == "gray") != (swing == "gray") or len(mean) != channels or len(std) != channels:
+        because = f"a {train_type} image has {channels} channels" + ", and gray is not made of colours" * (train_type != swing)
+        remedy = "give mean and std a number for each channel, and 'gray' both as train_type and as swing, or as neither"
+        raise ConfigurationError(f"{train_type} is not made of {swing} with mean={mean} and std={std}", because=because, remedy=remedy)
+    layer = nn.Conv2d(channels, channels, 1)
+    if train_type == "gray":
+        layer.load_state_dict({"weight": torch.full((1, 1, 1, 1), 1 / std[0]), "bias": torch.tensor([(128.0 - mean[0]) / std[0]])})
+    else:
+        layer.load_state_dict({"rgb": YuvToRgb, "bgr": YuvToBgr}[train_type](swing, True, mean, std).state_dict())
+    return layer
+
+
+@checked(train_type=choice(*CHANNELS), swing=choice(*SPACES, "gray"), mean=NUMBERS.or_none("0"), std=DIVISORS.or_none("1"))
 def with_camera(
-    integer: fx.GraphModule, train_type: str = "rgb", *, mean: Sequence[float] = (0.0, 0.0, 0.0), std: Sequence[float] = (1.0, 1.0, 1.0),
+    integer: fx.GraphModule, train_type: str = "rgb", *, mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
     swing: str = "full",
 ) -> fx.GraphModule:  # fmt: skip
     """Return an integer model with the conversion of colours in front, as `export_horizon(…, camera=…)` takes it.
 
-    Its input is YUV minus 128, float32 (N, 3, H, W), in place of the normalized image that `integer` takes. A convolution of kernel 1,
-    quantized as a layer of the target, computes the tensor to which `integer` quantizes its input; it keeps that tensor's name and scale.
-    All that follows is that of `integer`, which is not changed, and no calibration is needed.
+    Its image is YUV minus 128, float32 (N, 3, H, W), in place of the normalized image that `integer` takes; its other inputs stay. A
+    convolution of kernel 1, quantized as a layer of the target, computes the tensor to which `integer` quantizes its image; it keeps that
+    tensor's name and scale. All that follows is that of `integer`, which is not changed, and no calibration is needed.
 
-    train_type  the order of the channels that the model was trained with: "rgb" or "bgr"
-    mean, std   it was trained with (image - mean) / std: numbers of 0…255 for each of red, green and blue, also for "bgr"
-    swing       of the images: "full" or "studio" for YUV, or "rgb" or "bgr" for colours, with the same word as `camera` of the export
+    train_type  the order of the channels that the model was trained with: "rgb" or "bgr", or "gray" for an image (N, 1, H, W)
+    mean, std   it was trained with (image - mean) / std: numbers of 0…255 for each of red, green and blue, also for "bgr"; one for "gray"
+    swing       of the images: "full" or "studio" for YUV, or "rgb", "bgr" or "gray", with the same word as `camera` of the export
 
-    Raises ConfigurationError unless the model's only input is an image (N, 3, H, W) that it quantizes once, to int8.
+    Raises ConfigurationError unless one input is an image with these channels that the model quantizes once, to int8.
     """
     require_integer(integer)
-    image, *others = integer.graph.find_nodes(op="placeholder")
-    first, image_fact = next(iter(image.users), image), fact(image)
-    grid = qparams(first)
-    shape: tuple[Any, ...] = getattr(image_fact, "shape", ())
-    if others or len(image.users) != 1 or grid is None or grid.dtype != "int8" or len(shape) != 4 or shape[1] != 3:
+    inputs = integer.graph.find_nodes(op="placeholder")
+    images = [node for node in inputs if _is_image(node, CHANNELS[train_type])]
+    if len(images) != 1:
         raise ConfigurationError(
             "the model cannot take its image from a camera",
-            because=f"it reads {', '.join(f'{node.name} {fact(node)}' for node in (image, *others))}, and not one image (N, 3, H, W) that"
-            " is quantized once, to int8",
+            because=f"of {', '.join(f'{node.name} {fact(node)}' for node in inputs)}, {len(images)} are {train_type} images (N, "
+            f"{CHANNELS[train_type]}, H, W) that are quantized once, to int8",
             remedy="put fxq.nn.YuvToRgb(centred=True, …) in front of the model's image before it is prepared",
         )
-    layer, graph = nn.Conv2d(3, 3, 1), fx.Graph()
-    layer.load_state_dict({"rgb": YuvToRgb, "bgr": YuvToBgr}[train_type](swing, True, mean, std).state_dict())
+    (image,) = images
+    first, image_fact = next(iter(image.users)), fact(image)
+    shape, scale = image_fact.shape, getattr(qparams(first), "scale", None)
+    layer, graph = _from_camera(train_type, swing, mean, std), fx.Graph()
     graph.output(graph.call_module(first.name, (graph.placeholder(f"{first.name}_yuv"),)))
-    qconfig = QConfig(ActivationConfig("int8", scale=float(grid.scale)), input=ActivationConfig("int8", scale=1.0))  # type: ignore[arg-type]
+    qconfig = QConfig(ActivationConfig("int8", scale=float(scale)), input=ActivationConfig("int8", scale=1.0))  # type: ignore[arg-type]
     model = fx.GraphModule({first.name: layer}, graph).eval()
     front = convert(prepare(model, torch.zeros(image_fact.at(2)), integer.meta["target"], qconfig))
     start, _, quantized, *_ = front.graph.nodes
     set_operation(quantized, Operation("quantize", {"input": Reference(image.name)}, {}))
 
     result, graph = copy.deepcopy(integer), fx.Graph()
-    copies = {image: graph.node_copy(image)}
+    copies = {node: graph.node_copy(node) for node in inputs}
     copies[start] = copies[image]
     for node in front.graph.nodes:
         if first not in copies and node is not start:
@@ -236,3 +253,10 @@ def with_camera(
     replace_graph(result, graph)
     result.recompile()
     return result
+
+
+def _is_image(node: fx.Node, channels: int) -> bool:
+    """Return whether an input is an image (N, channels, H, W) that is quantized once, to int8."""
+    grids = [qparams(user) for user in node.users]
+    shape: tuple[Any, ...] = getattr(fact(node), "shape", ())
+    return len(shape) == 4 and shape[1] == channels and len(grids) == 1 and grids[0] is not None and grids[0].dtype == "int8"

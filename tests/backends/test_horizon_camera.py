@@ -1,5 +1,6 @@
 """Images from a camera as the input of a compiled program: what is written, what is refused, and the bytes of NV12."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,32 @@ def test_a_model_of_normalized_images_takes_a_cameras_after_its_calibration(trai
         assert path.read_bytes() == (tmp_path / "net" / path.name).read_bytes()
 
 
+def of_gray(target: str = "bayes-e") -> tuple[fx.GraphModule, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return a model of a vector and of a normalized gray image, such inputs, and a camera's: gray less 128 (2, 1, 16, 24)."""
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({"seen": nn.Conv2d(1, 8, 3), "known": nn.Linear(6, 8), "last": nn.Conv2d(8, 4, 1)})
+    model = written(lambda m, pose, image: m.last(torch.relu(m.seen(image)) + m.known(pose)[..., None, None]), **layers).eval()
+    pose, image = torch.randn(2, 6), torch.randint(0, 256, (2, 1, 16, 24)).float()
+    normalized = (pose, (image - 120) / 60)
+    return fxq.quantize(model, [normalized], target).integer, normalized, (pose, image - 128)
+
+
+def test_a_gray_image_beside_another_input_is_a_cameras(tmp_path: Path) -> None:
+    integer, normalized, taken = of_gray()
+    model = fxq.board.with_camera(integer, "gray", mean=[120], std=[60], swing="gray")
+    assert (model(*taken) - integer(*normalized)).norm() < 0.05 * integer(*normalized).norm()
+    folder = fxq.board.export_horizon(model, tmp_path / "net", camera="gray", options=fxq.board.HorizonOptions(input_layout="NHWC"))
+    text = (folder / "model.yaml").read_text(encoding="utf-8")
+    assert "input_type_rt: 'featuremap;gray'" in text
+    assert "norm_type: 'no_preprocess;data_mean'\n  mean_value: ';128'" in text
+    inputs = json.loads((folder / "layers.json").read_text(encoding="utf-8"))["inputs"]
+    assert {name: each["type"] for name, each in inputs.items()} == {"pose": "float32", "image": "gray"}
+    with pytest.raises(fxq.errors.ConfigurationError, match="input_batch cannot be used"):
+        fxq.board.export_horizon(model, tmp_path / "many", camera="gray", options=fxq.board.HorizonOptions(input_batch=2))
+    with pytest.raises(fxq.errors.ConfigurationError, match="gray is not made of full"):
+        fxq.board.with_camera(integer, "gray", mean=[120], std=[60])
+
+
 def test_what_has_no_image_to_convert_is_refused() -> None:
     for model in (gray(), two(), of_rgb("x86")[0]):
         with pytest.raises(fxq.errors.ConfigurationError, match="cannot take its image from a camera") as refused:
@@ -87,14 +114,16 @@ def gray() -> fx.GraphModule:
 
 def two() -> fx.GraphModule:
     batch = (torch.randn(1, 3, 8, 8), torch.randn(1, 3, 8, 8))
-    return fxq.quantize(written(lambda m, image, other: image + other), [batch], target="bayes-e").integer
+    prepared = fxq.calibrate(fxq.prepare(written(lambda m, image, other: image + other), batch, "bayes-e"), [batch])
+    fxq.set_qparams(prepared, {"image_quantize": 1.0, "other_quantize": 1.0})
+    return fxq.convert(prepared)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "another scale": (lambda: converted(scale=0.5), "scale=0.5"),
-    "an odd size": (lambda: converted(size=(8, 9)), "NV12 has an even number of both"),
-    "one channel": (gray, "an image has 3 channels"),
-    "two inputs": (two, "it has 2 inputs"),
+    "an odd size": (lambda: converted(size=(8, 9)), "NV12 has an even number of rows and of columns"),
+    "one channel": (gray, "an image of nv12 has 3 channels"),
+    "two images": (two, "image and other are images of bytes less 128"),
     "nash": (lambda: converted("nash-e"), "not written for hb_compile"),
 }
 

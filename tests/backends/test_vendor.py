@@ -18,7 +18,7 @@ from benchmarks.zoo.sequence import ViT
 from fxquant.backends.horizon.tool import Tool
 from fxquant.compat import horizon
 from fxquant.compat.horizon import served as march
-from tests.backends.test_horizon_camera import MEAN, STD, of_rgb
+from tests.backends.test_horizon_camera import MEAN, STD, of_gray, of_rgb
 from tests.backends.test_horizon_camera import converted as with_camera
 from tests.backends.test_horizon_program import CAUSAL, SHUFFLED
 from tests.shared.networks import Network, descend, members, to_train
@@ -45,7 +45,7 @@ def converted(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig | 
     return fxq.quantize(model.eval(), batches(), target, qconfig).integer
 
 
-def verified(integer: torch.fx.GraphModule, folder: Path, actual: list[Tensor] | None = None, **options: Any) -> tuple[Any, Path]:
+def verified(integer: torch.fx.GraphModule, folder: Path, actual: list[Any] | None = None, **options: Any) -> tuple[Any, Path]:
     """Compile a model and hold the program to it; return the report of `verify` and the program's path."""
     binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, folder / "net", **options))
     report = fxq.verify(integer, binary, batches() if actual is None else actual)
@@ -194,6 +194,14 @@ def test_a_program_that_reads_a_camera_computes_the_integer_graph(camera: str, t
 def test_a_model_of_normalized_images_reads_a_camera(target: str, tmp_path: Path) -> None:
     integer, yuv, _ = of_rgb(target)
     verified(fxq.board.with_camera(integer, mean=MEAN, std=STD), tmp_path, [yuv], camera="nv12")
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
+def test_a_program_takes_gray_beside_a_vector_and_several_samples_channels_last(target: str, tmp_path: Path) -> None:
+    integer, _, taken = of_gray(target)
+    verified(fxq.board.with_camera(integer, "gray", mean=[120], std=[60], swing="gray"), tmp_path / "gray", [taken], camera="gray")
+    options = fxq.board.HorizonOptions(input_layout="NHWC", input_batch=3)
+    verified(converted(layers(lambda m, x: torch.relu(m.a(x))), target), tmp_path / "many", options=options)
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
