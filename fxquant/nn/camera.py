@@ -175,9 +175,11 @@ def split_nv12(buffer: Tensor) -> tuple[Tensor, Tensor]:
 
 # ---- The colours of a camera in front of an integer model ------------------------------------------------------------
 NUMBERS = such(
-    "finite numbers, one for each channel", lambda values: tuple(map(float, values)), lambda values: all(map(math.isfinite, values))
+    "one or three finite numbers",
+    lambda values: tuple(float(value) for value in values if not isinstance(value, str)),
+    lambda values: len(values) in (1, 3) and all(map(math.isfinite, values)),
 )
-DIVISORS = such("positive numbers, one for each channel", NUMBERS.take, lambda values: min(values, default=0) > 0)
+DIVISORS = such("one or three positive numbers", NUMBERS.take, lambda values: min(values) > 0)
 CHANNELS = {"rgb": 3, "bgr": 3, "gray": 1}  # of an image, by what a model was trained with
 
 
