@@ -6,12 +6,13 @@
 """
 
 import math
-import re
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import filterfalse
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fxquant import ops
@@ -19,7 +20,9 @@ from fxquant.ir import graph as facts
 from fxquant.ir.functional import dequant_stub, mark_stub, outside, quant_stub
 from fxquant.ir.graph import BatchDim, TensorFact
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, Trait
-from fxquant.ops.core.casting import MADE, filled, is_broadcast, is_joined, made_anew, sizes_of, to_integer, to_real, truncated
+from fxquant.ops.core.casting import (
+    MADE, is_broadcast, is_joined, is_random, made_anew, made_of_sizes, sizes_of, to_integer, to_real, truncated,
+)  # fmt: skip
 from fxquant.ops.core.composite import QUANTIZE, Builder
 from fxquant.ops.core.places import is_arange
 from fxquant.ops.elementwise.activation import OF_MODULE, dropout
@@ -45,9 +48,10 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
     attributes: dict[str, fx.Node] = {str(node.target): node for node in gm.graph.nodes if node.op == "get_attr"}
     modules = dict(gm.named_modules(remove_duplicate=False))
     changes = _remove_identities(gm, modules)
+    made = _Made(gm, modules, attributes)
     excluded = outside(gm)
     for node in list(gm.graph.nodes):
-        changes += _hold(gm, node, modules, attributes)
+        changes += made.hold(node)
         if _computes_parameter(node):
             facts.mark_parameter(node)
             continue
@@ -90,10 +94,11 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         changes += 1
         if _computes_parameter(node):  # a layer that is applied to a constant
             facts.mark_parameter(node)
+            changes += made.repeat(node)
             continue
         _pass_by(node, context)
         _shift(node, context)
-    eliminate_dead(gm.graph.nodes, _is_unused)
+    eliminate_dead(gm.graph.nodes, lambda node: node in made.values or node.op == "get_attr" or _is_unused(node))
     return changes
 
 
@@ -112,56 +117,75 @@ def _remove_identities(gm: fx.GraphModule, modules: dict[str, nn.Module]) -> int
     return len(calls)
 
 
-def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attributes: dict[str, fx.Node]) -> int:
-    """Replace a tensor that every run recreates with equal values by a constant, where an activation is added to it, and the like."""
-    value = made_anew(node)
-    if value is None or _computes_parameter(node):  # made like a parameter, it is one
-        return 0
-    joined, added = [], []
-    for reader in list(node.users):
-        recognised = _recognise(reader, modules)
-        operator, arguments = (None, {}) if recognised is None else recognised[:2]
-        if isinstance(arguments, str):
-            operator, arguments = None, {}
-        if is_joined(node, value, reader, operator, arguments):
-            joined.append(reader)
-        elif is_broadcast(node, reader, operator):
-            added.append(reader)
-    if not added and not joined:
-        return 0
-    path = f"{MADE}.{node.name}"
-    facts.attach(gm, path, value)
-    with gm.graph.inserting_before(node):
-        attributes[path] = facts.inherit(gm.graph.create_node("get_attr", path, name=f"{node.name}_made"), node, "canonical.rewrite")
-    facts.set_fact(attributes[path], TensorFact(tuple(value.shape), value.dtype))
-    for reader in added:
-        reader.replace_input_with(node, attributes[path])
-    if joined:
-        batched = not all(isinstance(size, int) for size in facts.fact(node).shape)
-        repeated = _repeated_for_the_batch(gm, node, attributes[path]) if batched else attributes[path]
-        for reader in joined:
-            reader.replace_input_with(node, repeated)
-    return len(added) + len(joined)
+class _Made:
+    """The tensors that a model computes at every run with equal values, held as constants where an activation is computed of them."""
 
+    def __init__(self, gm: fx.GraphModule, modules: dict[str, nn.Module], attributes: dict[str, fx.Node]) -> None:
+        self.gm, self.modules, self.attributes = gm, modules, attributes
+        self.values = made_of_sizes(gm)
+        self.rows: dict[fx.Node, tuple[TensorFact, list[Any]]] = {}  # layers of constants, computed for one sample: the batch's fact, sizes
 
-def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node) -> fx.Node:
-    """Return the constant, expanded to the sizes of the result of `node`."""
-    node_fact, sizes = facts.fact(node), sizes_of(node)
-    assert isinstance(node_fact, TensorFact)
-    with gm.graph.inserting_before(node):
-        if sizes is None:
-            like = filled(node).all_input_nodes[0]
-            sizes = []
-            for dim, size in enumerate(node_fact.shape):
-                if isinstance(size, int):
-                    sizes.append(size)
-                    continue
-                computed = facts.inherit(gm.graph.call_method("size", (like, dim)), node, "canonical.rewrite")
-                facts.set_fact(computed, size)
-                sizes.append(computed)
-        repeated = facts.inherit(gm.graph.call_function(expand, (constant, sizes)), node, "canonical.rewrite")
-    facts.set_fact(repeated, node_fact)
-    return repeated
+    def hold(self, node: fx.Node) -> int:
+        """Replace a made tensor by a constant in what reads it. One of equal numbers remains where the operators know such numbers."""
+        number = made_anew(node)
+        value = self.values.get(node) if number is None else number
+        if value is None or _computes_parameter(node):  # made like a parameter, it is one
+            return 0
+        readers = self._readers(node, value, number is None)
+        if not any(readers):
+            return 0
+        path = f"{MADE}.{node.name}"
+        facts.attach(self.gm, path, value)
+        with self.gm.graph.inserting_before(node):
+            constant = facts.inherit(self.gm.graph.create_node("get_attr", path, name=f"{node.name}_made"), node, "canonical.rewrite")
+        self.attributes[path] = constant
+        facts.set_fact(constant, TensorFact(tuple(value.shape), value.dtype))
+        node_fact = facts.fact(node)
+        return self._give(node, constant, node_fact, sizes_of(node, node_fact.shape), readers)
+
+    def repeat(self, node: fx.Node) -> int:
+        """Give what reads a layer of constants, which is computed for one sample, the result for the batch."""
+        if node not in self.rows:
+            return 0
+        (node_fact, sizes), readers = self.rows[node], self._readers(node, torch.ones(()), True)
+        return self._give(node, node, node_fact, sizes, readers)
+
+    def _readers(self, node: fx.Node, value: Tensor, everywhere: bool) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+        """Return what reads a made tensor: where a batch of 1 is enough, where it needs the batch's size, and layers of constants alone."""
+        added, joined, layers = [], [], list[fx.Node]()
+        for reader in list(node.users):
+            if reader in self.values or reader.op == "output" or not isinstance(facts.fact(reader), TensorFact):
+                continue
+            recognised = _recognise(reader, self.modules)
+            operator, arguments = (None, {}) if recognised is None else recognised[:2]
+            if isinstance(arguments, str):
+                operator, arguments = None, {}
+            if operator is not None and Trait.SUMS in operator.traits and {node} == {*filterfalse(facts.is_parameter, reader.all_input_nodes)}:
+                layers.append(reader)
+            elif is_broadcast(node, reader, operator):
+                added.append(reader)
+            elif everywhere or is_joined(node, value, reader, operator, arguments):
+                joined.append(reader)
+        return added, joined, layers
+
+    def _give(self, node: fx.Node, constant: fx.Node, node_fact: Any, sizes: list[Any], readers: tuple[list[fx.Node], ...]) -> int:
+        added, joined, layers = readers
+        for reader in layers:
+            layer_fact = facts.fact(reader)
+            self.rows[reader] = layer_fact, [*sizes[:1], *layer_fact.shape[1:]]
+            facts.set_fact(reader, replace(layer_fact, shape=(1, *layer_fact.shape[1:])))
+        if joined and node_fact.batch_axis is not None:
+            sizes = [facts.size_node(*size, node) if isinstance(size, tuple) else size for size in sizes]
+            with self.gm.graph.inserting_before(node):
+                repeated = facts.inherit(self.gm.graph.call_function(expand, (constant, sizes)), node, "canonical.rewrite")
+            facts.set_fact(repeated, node_fact)
+            if constant is node:
+                node.append(repeated)
+        else:
+            repeated = constant
+        for reader, given in [*((each, constant) for each in (*added, *layers)), *((each, repeated) for each in joined)]:
+            reader.replace_input_with(node, given)
+        return len(added) + len(joined) + len(layers)
 
 
 def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
@@ -220,8 +244,7 @@ def _computes_parameter(node: fx.Node) -> bool:
     read = node.all_input_nodes
     if node.op not in ("call_function", "call_method") or not read or not all(map(facts.is_parameter, read)):
         return False
-    packet = getattr(torch.ops.aten, re.sub(r"(?<=dropout)\dd$", "", facts.target_name(node)), None)  # aten has no operator dropout2d
-    return packet is None or not any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads())
+    return not is_random(node)
 
 
 def _pass_by(node: fx.Node, context: Context) -> None:
@@ -260,7 +283,7 @@ def _is_unused(node: fx.Node) -> bool:
     if node_fact is None:  # as Python's quotient of sizes, which is not an integer
         pure = getattr(node.target, "__module__", None) in PURE and bool(operands)
         number = pure and not any(isinstance(facts.fact(each), TensorFact | list | tuple | dict) for each in operands)
-    replaced = ops.operator_of(node) is not None or is_cast(node) or is_power(node) or made_anew(node) is not None or is_arange(node)
+    replaced = ops.operator_of(node) is not None or is_cast(node) or is_power(node) or is_arange(node)
     return replaced or (called and (number or (isinstance(node_fact, TensorFact) and 0 in node_fact.shape)))
 
 

@@ -5,15 +5,20 @@ A cast to float16 and back rounds to 11 bits, and one to bfloat16 to 8: an int8 
 rounding is left out, as it is for every operator between two grids.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxquant.ir import functional
-from fxquant.ir.graph import TensorFact, fact, is_parameter, parameter_value, refusal
+from fxquant.ir.graph import (
+    BATCH_SIZES, BatchDim, Size, TensorFact, computed, fact, is_parameter, parameter_value, refusal, resolve, target_name,
+    varies_beyond_batch,
+)  # fmt: skip
 from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.composite import CONSTANT
 from fxquant.ops.core.declare import lowered, one_of
 from fxquant.ops.core.record import OPERATORS, Instead, Operator, Plain, Same, Trait, operand_nodes, operator_of
 from fxquant.ops.core.samples import NORMED, ROUNDED, sampled
@@ -180,6 +185,53 @@ def made_anew(node: fx.Node) -> Tensor | None:
     return torch.full([size if isinstance(size, int) else 1 for size in node_fact.shape], fill, device="cpu", dtype=torch.float32)
 
 
+def made_of_sizes(gm: fx.GraphModule) -> dict[fx.Node, Tensor]:
+    """Return the tensors that a model computes of sizes and constants alone, equal for every sample, by node, at batch size 1.
+
+    A grid of positions that a forward makes for the batch is such a tensor. It is computed at two batch sizes, and so are its rows compared.
+    """
+    at_sizes: list[dict[fx.Node, Any]] = [{}, {}]
+    made: dict[fx.Node, Tensor] = {}
+    for node in gm.graph.nodes:
+        for batch, values in zip(BATCH_SIZES, at_sizes, strict=True):
+            if (value := _value_at(gm, node, batch, values)) is not None:
+                values[node] = value
+        first, second = (values.get(node) for values in at_sizes)
+        if not isinstance(first, Tensor) or not isinstance(second, Tensor) or is_parameter(node):
+            continue
+        row = first[:1] if isinstance(next(iter(fact(node).shape), 1), BatchDim) else first
+        if all(each.shape[1:] == row.shape[1:] and torch.equal(each, row.expand_as(each)) for each in (first, second)):
+            made[node] = row.clone()
+    return made
+
+
+def _value_at(gm: fx.GraphModule, node: fx.Node, batch: int, values: Mapping[fx.Node, Any]) -> Any:
+    """Return a number, or a tensor that is computed of `values` alone, at a batch size; None for any other node."""
+    node_fact = fact(node)
+    if isinstance(node_fact, int | float | BatchDim):
+        return None if varies_beyond_batch(node_fact) else node_fact.at(batch) if isinstance(node_fact, BatchDim) else node_fact
+    if node.op == "get_attr":
+        return resolve(gm, str(node.target)) if str(node.target).startswith(CONSTANT) else None
+    if not isinstance(node_fact, TensorFact) or varies_beyond_batch(node_fact) or node.op not in ("call_function", "call_method"):
+        return None
+    if refusal(node) is not None or is_random(node) or node.target is functional.quant_stub:
+        return None
+    read = {operand: values.get(operand) for operand in node.all_input_nodes}
+    if node.target in _FILLS:  # which read the shape of an activation alone
+        facts = {operand: of for operand in read if isinstance(of := fact(operand), TensorFact) and not varies_beyond_batch(of)}
+        read.update({operand: torch.empty(of.at(batch), dtype=of.dtype, device="cpu") for operand, of in facts.items()})
+    if (not read and node.target not in _FILLS) or any(value is None for value in read.values()):
+        return None
+    with torch.no_grad():
+        return computed(gm, node, lambda operand: value.clone() if isinstance(value := read[operand], Tensor) else value)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return whether a call draws random numbers, in training or always."""
+    packet = getattr(torch.ops.aten, re.sub(r"(?<=dropout)\dd$", "", target_name(node)), None)  # aten has no operator dropout2d
+    return packet is not None and any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads())
+
+
 def made_number(node: Any) -> float | None:
     """Return the number that a constant created for each batch holds everywhere; None for anything else."""
     while isinstance(node, fx.Node) and not is_parameter(node) and getattr(node.target, "__name__", "") == "expand":
@@ -192,24 +244,21 @@ def made_number(node: Any) -> float | None:
     return None if value is None or not value.numel() else float(value.flatten()[0])
 
 
-def filled(node: fx.Node) -> fx.Node:
-    """Follow a node back to the node that fills its tensor with a number (full, zeros, …), and return it, or the first node reached."""
-    while node.target not in _FILLS and (maker := _maker(node)) is not None:
-        node = maker
-    return node
+def sizes_of(node: fx.Node, shape: Sequence[Size]) -> list[Any]:
+    """Return a shape as the tensor `node`, which a model makes, got it: numbers, and for the batch a node, or a tensor and its dimension."""
+    unseen, read = [node], dict[fx.Node, Any]()
+    while unseen:
+        reader = unseen.pop()
+        operands = {operand: fact(operand) for operand in reader.all_input_nodes if operand not in read}
+        read |= operands
+        unseen += [] if reader.target in _FILLS else [operand for operand, of in operands.items() if isinstance(of, TensorFact)]
+    first_read = [(operand, of.shape) for operand, of in reversed(read.items()) if isinstance(of, TensorFact)]
 
+    def place(size: BatchDim) -> Any:
+        number = next((operand for operand, of in read.items() if of == size), None)
+        return number or next((operand, shape.index(size)) for operand, shape in first_read if size in shape)
 
-def sizes_of(node: fx.Node) -> list[Any] | None:
-    """Return the sizes of the tensor that a node creates, as an `expand` takes them: numbers, or nodes where they depend on the batch.
-
-    None where no node gives such a size: a tensor that is created like another one has none, and needs `Tensor.size`.
-    """
-    node = filled(node)
-    node_fact = fact(node)
-    assert isinstance(node_fact, TensorFact)
-    numbers = [operand for operand in node.all_input_nodes if not isinstance(fact(operand), TensorFact)]
-    sizes = [size if isinstance(size, int) else next((n for n in numbers if fact(n) == size), None) for size in node_fact.shape]
-    return None if None in sizes else sizes
+    return [size if isinstance(size, int) else place(size) for size in shape]
 
 
 def is_joined(node: fx.Node, value: Tensor, reader: fx.Node, record: Operator | None, arguments: dict[str, Any]) -> bool:
