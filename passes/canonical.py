@@ -283,7 +283,7 @@ def _is_unused(node: fx.Node) -> bool:
     if node_fact is None:  # as Python's quotient of sizes, which is not an integer
         pure = getattr(node.target, "__module__", None) in PURE and bool(operands)
         number = pure and not any(isinstance(facts.fact(each), TensorFact | list | tuple | dict) for each in operands)
-    replaced = ops.operator_of(node) is not None or is_cast(node) or is_power(node) or is_arange(node)
+    replaced = ops.operator_of(node) is not None or is_cast(node) or is_power(node) or made_anew(node) is not None or is_arange(node)
     return replaced or (called and (number or (isinstance(node_fact, TensorFact) and 0 in node_fact.shape)))
 
 
