@@ -8,11 +8,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import filterfalse
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fxquant import ops
@@ -20,9 +19,7 @@ from fxquant.ir import graph as facts
 from fxquant.ir.functional import dequant_stub, mark_stub, outside, quant_stub
 from fxquant.ir.graph import BatchDim, TensorFact
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, Trait
-from fxquant.ops.core.casting import (
-    MADE, is_broadcast, is_joined, is_random, made_anew, made_of_sizes, sizes_of, to_integer, to_real, truncated,
-)  # fmt: skip
+from fxquant.ops.core.casting import MADE, is_broadcast, is_random, made_of_sizes, sizes_of, to_integer, to_real, truncated  # fmt: skip
 from fxquant.ops.core.composite import QUANTIZE, Builder
 from fxquant.ops.core.places import is_arange
 from fxquant.ops.elementwise.activation import OF_MODULE, dropout
@@ -47,11 +44,10 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
     """
     attributes: dict[str, fx.Node] = {str(node.target): node for node in gm.graph.nodes if node.op == "get_attr"}
     modules = dict(gm.named_modules(remove_duplicate=False))
-    changes = _remove_identities(gm, modules)
-    made = _Made(gm, modules, attributes)
-    excluded = outside(gm)
+    changes, excluded = _remove_identities(gm, modules), outside(gm)
+    constants = _Made(gm, modules, attributes)
     for node in list(gm.graph.nodes):
-        changes += made.hold(node)
+        changes += constants.hold(node)
         if _computes_parameter(node):
             facts.mark_parameter(node)
             continue
@@ -93,12 +89,11 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         node.args, node.kwargs = tuple(values.values()), {}
         changes += 1
         if _computes_parameter(node):  # a layer that is applied to a constant
-            facts.mark_parameter(node)
-            changes += made.repeat(node)
+            changes += constants.repeat(node)
             continue
         _pass_by(node, context)
         _shift(node, context)
-    eliminate_dead(gm.graph.nodes, lambda node: node in made.values or node.op == "get_attr" or _is_unused(node))
+    eliminate_dead(gm.graph.nodes, lambda node: node in constants.values or node.op == "get_attr" or _is_unused(node))
     return changes
 
 
@@ -118,7 +113,7 @@ def _remove_identities(gm: fx.GraphModule, modules: dict[str, nn.Module]) -> int
 
 
 class _Made:
-    """The tensors that a model computes at every run with equal values, held as constants where an activation is computed of them."""
+    """The tensors that a model computes at every run with equal values, held as constants where an activation is computed with one."""
 
     def __init__(self, gm: fx.GraphModule, modules: dict[str, nn.Module], attributes: dict[str, fx.Node]) -> None:
         self.gm, self.modules, self.attributes = gm, modules, attributes
@@ -126,12 +121,11 @@ class _Made:
         self.rows: dict[fx.Node, tuple[TensorFact, list[Any]]] = {}  # layers of constants, computed for one sample: the batch's fact, sizes
 
     def hold(self, node: fx.Node) -> int:
-        """Replace a made tensor by a constant in what reads it. One of equal numbers remains where the operators know such numbers."""
-        number = made_anew(node)
-        value = self.values.get(node) if number is None else number
+        """Replace a made tensor by a constant in what reads it and is computed of an activation; return the number of readers."""
+        value = self.values.get(node)
         if value is None or _computes_parameter(node):  # made like a parameter, it is one
             return 0
-        readers = self._readers(node, value, number is None)
+        readers = self._readers(node)
         if not any(readers):
             return 0
         path = f"{MADE}.{node.name}"
@@ -141,31 +135,29 @@ class _Made:
         self.attributes[path] = constant
         facts.set_fact(constant, TensorFact(tuple(value.shape), value.dtype))
         node_fact = facts.fact(node)
-        return self._give(node, constant, node_fact, sizes_of(node, node_fact.shape), readers)
+        return self._give(node, constant, node_fact, sizes_of(node, facts.shape_of(node)), readers)
 
     def repeat(self, node: fx.Node) -> int:
-        """Give what reads a layer of constants, which is computed for one sample, the result for the batch."""
+        """Mark a node as a parameter; what reads a layer of constants, which is computed for one sample, gets the batch's result."""
+        facts.mark_parameter(node)
         if node not in self.rows:
             return 0
-        (node_fact, sizes), readers = self.rows[node], self._readers(node, torch.ones(()), True)
-        return self._give(node, node, node_fact, sizes, readers)
+        return self._give(node, node, *self.rows[node], self._readers(node))
 
-    def _readers(self, node: fx.Node, value: Tensor, everywhere: bool) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+    def _readers(self, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
         """Return what reads a made tensor: where a batch of 1 is enough, where it needs the batch's size, and layers of constants alone."""
         added, joined, layers = [], [], list[fx.Node]()
         for reader in list(node.users):
             if reader in self.values or reader.op == "output" or not isinstance(facts.fact(reader), TensorFact):
                 continue
             recognised = _recognise(reader, self.modules)
-            operator, arguments = (None, {}) if recognised is None else recognised[:2]
-            if isinstance(arguments, str):
-                operator, arguments = None, {}
-            if operator is not None and Trait.SUMS in operator.traits and {node} == {*filterfalse(facts.is_parameter, reader.all_input_nodes)}:
+            operator = None if recognised is None or isinstance(recognised[1], str) else recognised[0]
+            alone = [operand for operand in reader.all_input_nodes if not facts.is_parameter(operand)] == [node]
+            varying = [[dim for dim, size in enumerate(facts.shape_of(each)) if isinstance(size, BatchDim)] for each in (node, reader)]
+            if operator is not None and Trait.SUMS in operator.traits and alone and varying == [[0], [0]]:
                 layers.append(reader)
-            elif is_broadcast(node, reader, operator):
-                added.append(reader)
-            elif everywhere or is_joined(node, value, reader, operator, arguments):
-                joined.append(reader)
+            else:
+                (added if is_broadcast(node, reader, operator) else joined).append(reader)
         return added, joined, layers
 
     def _give(self, node: fx.Node, constant: fx.Node, node_fact: Any, sizes: list[Any], readers: tuple[list[fx.Node], ...]) -> int:
@@ -174,7 +166,7 @@ class _Made:
             layer_fact = facts.fact(reader)
             self.rows[reader] = layer_fact, [*sizes[:1], *layer_fact.shape[1:]]
             facts.set_fact(reader, replace(layer_fact, shape=(1, *layer_fact.shape[1:])))
-        if joined and node_fact.batch_axis is not None:
+        if joined and any(isinstance(size, BatchDim) for size in node_fact.shape):
             sizes = [facts.size_node(*size, node) if isinstance(size, tuple) else size for size in sizes]
             with self.gm.graph.inserting_before(node):
                 repeated = facts.inherit(self.gm.graph.call_function(expand, (constant, sizes)), node, "canonical.rewrite")
@@ -183,8 +175,8 @@ class _Made:
                 node.append(repeated)
         else:
             repeated = constant
-        for reader, given in [*((each, constant) for each in (*added, *layers)), *((each, repeated) for each in joined)]:
-            reader.replace_input_with(node, given)
+        for reader, operand in [*((each, constant) for each in (*added, *layers)), *((each, repeated) for each in joined)]:
+            reader.replace_input_with(node, operand)
         return len(added) + len(joined) + len(layers)
 
 
@@ -283,7 +275,7 @@ def _is_unused(node: fx.Node) -> bool:
     if node_fact is None:  # as Python's quotient of sizes, which is not an integer
         pure = getattr(node.target, "__module__", None) in PURE and bool(operands)
         number = pure and not any(isinstance(facts.fact(each), TensorFact | list | tuple | dict) for each in operands)
-    replaced = ops.operator_of(node) is not None or is_cast(node) or is_power(node) or made_anew(node) is not None or is_arange(node)
+    replaced = ops.operator_of(node) is not None or is_cast(node) or is_power(node) or is_arange(node)
     return replaced or (called and (number or (isinstance(node_fact, TensorFact) and 0 in node_fact.shape)))
 
 

@@ -29,6 +29,9 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "of a composite": lambda x: F.scaled_dot_product_attention(x, x.tanh(), torch.ones_like(x)) + torch.lerp(torch.zeros_like(x), x, 0.3),
     "of a size without the batch": lambda x: (x + _groups(x, 4, 6)).softmax(-1),
     "of a parameter": lambda x: F.linear(x, torch.eye(6), _without_middle(torch.linspace(-1, 1, 6))),
+    "positions": lambda x: x + _positions(x).permute(0, 2, 1).sin() * 0.5,
+    "positions of a layer": lambda x: torch.relu(x + F.linear(_positions(x).transpose(1, 2), torch.eye(6), torch.linspace(-1, 1, 6))),
+    "positions beside it": lambda x: torch.cat((x, _positions(x).transpose(1, 2)), 1).tanh(),
     "written over": lambda x: torch.empty(x.shape).copy_(x),
 }
 
@@ -39,6 +42,12 @@ def _groups(x: Tensor, height: int, width: int) -> Tensor:
     for number, columns in enumerate((slice(0, 4), slice(4, 6))):
         groups[1:, columns] = number
     return groups.masked_fill(groups != 0, -100.0)
+
+
+def _positions(x: Tensor) -> Tensor:
+    """Numbers from 0 to 1 along a dimension, of a mask that is made for the batch, as detection transformers embed them: (N, 6, 4)."""
+    count = (~torch.zeros((x.shape[0], 6, 4), dtype=torch.bool, device=x.device)).cumsum(1, dtype=torch.float32)
+    return count / (count[:, -1:] + 1e-6)
 
 
 def _without_middle(bias: Tensor) -> Tensor:
@@ -64,6 +73,31 @@ def test_what_is_made_anew_is_a_constant_at_every_batch_size(name: str, tmp_path
         assert float((integer(x) - model(x)).detach().abs().max()) < 0.1
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches)
     contract.assert_train_is_validate(prepared, *batches[0])
+
+
+@members(lambda: dict(layer=nn.Linear(6, 6), embedding=nn.Linear(6, 6)))
+def Placed(self, x: Tensor) -> Tensor:
+    """A layer's result, with a layer of positions and zeros added."""
+    return self.layer(x) + self.embedding(_positions(x).transpose(1, 2)) + torch.zeros_like(x)
+
+
+def test_a_layer_of_positions_is_computed_once_and_trains() -> None:
+    prepared, x = fxq.prepare(Placed().eval(), torch.randn(5, 4, 6)), torch.randn(3, 4, 6)
+    text = fxq.text(prepared)
+    assert "%embedding = linear(%transpose_made" in text
+    assert "cumsum" not in text
+    fxq.calibrate(prepared, [x])
+    prepared.train()(x).sum().backward()
+    assert float(prepared.embedding.bias.grad.abs().min()) > 0
+
+
+def test_positions_are_a_constant_where_a_length_varies() -> None:
+    options = fxq.Options(dynamic_shapes=({0: "batch", 1: torch.export.Dim("length", max=64)},))
+    model = Model(lambda x: x + _positions(x).transpose(1, 2)[:, :1] + torch.zeros_like(x)).eval()
+    prepared = fxq.prepare(model, torch.randn(5, 4, 6), options=options)
+    text = fxq.text(prepared)
+    assert "f32[1,1,6]" in text
+    assert "cumsum" not in text
 
 
 def test_what_only_gives_its_own_size_stays_in_float() -> None:

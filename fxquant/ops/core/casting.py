@@ -6,7 +6,7 @@ rounding is left out, as it is for every operator between two grids.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,25 @@ from torch import Tensor, fx
 
 from fxquant.ir import functional
 from fxquant.ir.graph import (
-    BATCH_SIZES, BatchDim, Size, TensorFact, computed, fact, is_parameter, parameter_value, refusal, resolve, target_name,
+    POINTS,
+    BatchDim,
+    Size,
+    TensorFact,
+    computed,
+    fact,
+    is_parameter,
+    on_meta,
+    parameter_value,
+    refusal,
+    resolve,
+    shape_of,
+    target_name,
     varies_beyond_batch,
-)  # fmt: skip
+)
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.composite import CONSTANT
 from fxquant.ops.core.declare import lowered, one_of
-from fxquant.ops.core.record import OPERATORS, Instead, Operator, Plain, Same, Trait, operand_nodes, operator_of
+from fxquant.ops.core.record import OPERATORS, Instead, Operator, Plain, Same, Trait, operator_of
 from fxquant.ops.core.samples import NORMED, ROUNDED, sampled
 from fxquant.ops.elementwise.comparison import where
 from fxquant.primitives import whole as primitives
@@ -126,104 +138,58 @@ def asked_dtype(asked: Any) -> torch.dtype | None:
     return None
 
 
-# ---- Tensors that a model creates with one number everywhere: `zeros_like`, `new_ones`, `full` of a size that depends on the batch
+# ---- Tensors that a model computes of sizes and constants alone, as grids of positions, or `zeros` of the batch's size ----
 
-# The fill value of each, from the arguments; None where that is not a number.
-_FILLS: dict[Any, Callable[..., Any]] = {
-    # An uninitialized tensor may hold any number.
-    **dict.fromkeys(
-        (torch.zeros, torch.zeros_like, "new_zeros", torch.empty, torch.empty_like, "new_empty", functional.zero), lambda *_, **__: 0.0
-    ),
-    **dict.fromkeys((torch.ones, torch.ones_like, "new_ones"), lambda *_, **__: 1.0),
-    **dict.fromkeys((torch.full, torch.full_like, "new_full"), lambda input, *args, fill_value=None, **_: args[-1] if args else fill_value),
-    functional.fill: lambda tensor, value: value,
-    "new_tensor": lambda input, data=None, **_: data,
-}
+# What fills a tensor with a number, and reads no more than the shape of its operand. An uninitialized tensor may hold any number.
+_FILLS = {
+    torch.zeros, torch.zeros_like, "new_zeros", functional.zero, torch.empty, torch.empty_like, "new_empty", torch.ones, torch.ones_like,
+    "new_ones", torch.full, torch.full_like, "new_full", functional.fill, "new_tensor",
+}  # fmt: skip
 MADE = "made"  # the prefix of constants that the model creates at every run
-_CALCULATING = ("add", "sub", "mul", "truediv", "div", "neg")  # functions and methods that leave one number everywhere
 _BROADCASTING = {Trait.AFFINE, Trait.EXTREMUM, Trait.CHOOSES}
 
 
-def _number(node: fx.Node) -> float | None:
-    """Return the number that a node fills a float32 tensor with, or computes from such a tensor and numbers; None for any other node."""
-    node_fact = fact(node)
-    if node.op not in ("call_function", "call_method") or not isinstance(node_fact, TensorFact) or node_fact.dtype != torch.float32:
-        return None
-    if node.target in _FILLS:
-        fill = _FILLS[node.target](*node.args, **node.kwargs)
-        return float(fill) if isinstance(fill, int | float) and not isinstance(fill, bool) else None
-    maker = _maker(node)
-    if maker is None or (fill := _number(maker)) is None:
-        return None
-    read = torch.tensor(fill, dtype=torch.float32, device="cpu")
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: read)
-    target: Any = node.target
-    result: Tensor = target(*args, **kwargs) if node.op == "call_function" else getattr(args[0], target)(*args[1:], **kwargs)
-    return float(result) if result.dtype == torch.float32 else None
-
-
-def _maker(node: fx.Node) -> fx.Node | None:
-    """Return the tensor, of the same shape, that a node adds a number to, multiplies by one, and the like; None for any other node."""
-    operands = node.all_input_nodes
-    name = getattr(node.target, "__name__", node.target)
-    if (
-        name not in _CALCULATING
-        or refusal(node) is not None
-        or len(operands) != 1
-        or not all(isinstance(each, fx.Node | int | float) for each in node.args)
-    ):
-        return None
-    node_fact, read = fact(node), fact(operands[0])
-    return operands[0] if isinstance(node_fact, TensorFact) and isinstance(read, TensorFact) and read == node_fact else None
-
-
-def made_anew(node: fx.Node) -> Tensor | None:
-    """Return the float32 values of a tensor that a node creates with one number everywhere, at batch size 1; None for any other node."""
-    fill, node_fact = _number(node), fact(node)
-    if fill is None:
-        return None
-    return torch.full([size if isinstance(size, int) else 1 for size in node_fact.shape], fill, device="cpu", dtype=torch.float32)
-
-
 def made_of_sizes(gm: fx.GraphModule) -> dict[fx.Node, Tensor]:
-    """Return the tensors that a model computes of sizes and constants alone, equal for every sample, by node, at batch size 1.
+    """Return the tensors that a model computes of sizes and constants alone, by node, with 1 for each size that varies.
 
-    A grid of positions that a forward makes for the batch is such a tensor. It is computed at two batch sizes, and so are its rows compared.
+    A grid of positions that forward makes for the batch is such a tensor. It is computed at several sizes, along which it must be equal.
     """
-    at_sizes: list[dict[fx.Node, Any]] = [{}, {}]
-    made: dict[fx.Node, Tensor] = {}
+    points = POINTS if any(varies_beyond_batch(fact(node)) for node in gm.graph.find_nodes(op="placeholder")) else POINTS[:2]
+    at_points: list[dict[fx.Node, Any]] = [{} for _ in points]
+    constants: dict[fx.Node, Tensor] = {}
     for node in gm.graph.nodes:
-        for batch, values in zip(BATCH_SIZES, at_sizes, strict=True):
-            if (value := _value_at(gm, node, batch, values)) is not None:
+        for point, values in zip(points, at_points, strict=True):
+            if (value := _value_at(gm, node, point, values)) is not None:
                 values[node] = value
-        first, second = (values.get(node) for values in at_sizes)
-        if not isinstance(first, Tensor) or not isinstance(second, Tensor) or is_parameter(node):
+        computed_tensors = [value for values in at_points if isinstance(value := values.get(node), Tensor)]
+        if len(computed_tensors) < len(points) or is_parameter(node):
             continue
-        row = first[:1] if isinstance(next(iter(fact(node).shape), 1), BatchDim) else first
-        if all(each.shape[1:] == row.shape[1:] and torch.equal(each, row.expand_as(each)) for each in (first, second)):
-            made[node] = row.clone()
-    return made
+        row = computed_tensors[0][tuple(slice(1) if isinstance(size, BatchDim) else slice(None) for size in shape_of(node))]
+        if all(torch.equal(each, row.expand_as(each)) for each in computed_tensors):
+            constants[node] = row.clone()
+    return constants
 
 
-def _value_at(gm: fx.GraphModule, node: fx.Node, batch: int, values: Mapping[fx.Node, Any]) -> Any:
-    """Return a number, or a tensor that is computed of `values` alone, at a batch size; None for any other node."""
+def _value_at(gm: fx.GraphModule, node: fx.Node, point: int, values: Mapping[fx.Node, Any]) -> Any:
+    """Return a number, or a tensor that is computed of `values` alone, at one of `POINTS`; None for any other node."""
     node_fact = fact(node)
     if isinstance(node_fact, int | float | BatchDim):
-        return None if varies_beyond_batch(node_fact) else node_fact.at(batch) if isinstance(node_fact, BatchDim) else node_fact
+        return on_meta(node_fact, point)
     if node.op == "get_attr":
         return resolve(gm, str(node.target)) if str(node.target).startswith(CONSTANT) else None
-    if not isinstance(node_fact, TensorFact) or varies_beyond_batch(node_fact) or node.op not in ("call_function", "call_method"):
+    if not isinstance(node_fact, TensorFact) or node.op not in ("call_function", "call_method"):
         return None
     if refusal(node) is not None or is_random(node) or node.target is functional.quant_stub:
         return None
     read = {operand: values.get(operand) for operand in node.all_input_nodes}
     if node.target in _FILLS:  # which read the shape of an activation alone
-        facts = {operand: of for operand in read if isinstance(of := fact(operand), TensorFact) and not varies_beyond_batch(of)}
-        read.update({operand: torch.empty(of.at(batch), dtype=of.dtype, device="cpu") for operand, of in facts.items()})
+        like = {operand: on_meta(of, point) for operand in read if isinstance(of := fact(operand), TensorFact)}
+        read |= {operand: torch.empty_like(of, device="cpu") for operand, of in like.items()}
     if (not read and node.target not in _FILLS) or any(value is None for value in read.values()):
         return None
     with torch.no_grad():
-        return computed(gm, node, lambda operand: value.clone() if isinstance(value := read[operand], Tensor) else value)
+        value = computed(gm, node, lambda operand: value.clone() if isinstance(value := read[operand], Tensor) else value)
+        return torch.zeros_like(value) if "empty" in target_name(node) else value
 
 
 def is_random(node: fx.Node) -> bool:
@@ -233,19 +199,17 @@ def is_random(node: fx.Node) -> bool:
 
 
 def made_number(node: Any) -> float | None:
-    """Return the number that a constant created for each batch holds everywhere; None for anything else."""
+    """Return the number that a tensor made of sizes holds everywhere; None for anything else."""
     while isinstance(node, fx.Node) and not is_parameter(node) and getattr(node.target, "__name__", "") == "expand":
         node = node.args[0]
-    if not isinstance(node, fx.Node):
+    if not isinstance(node, fx.Node) or node.op != "get_attr" or not str(node.target).startswith(f"{MADE}."):
         return None
-    value = made_anew(node)
-    if value is None and node.op == "get_attr" and str(node.target).startswith(f"{MADE}.") and node.graph.owning_module is not None:
-        value = parameter_value(node.graph.owning_module, node)
-    return None if value is None or not value.numel() else float(value.flatten()[0])
+    value = parameter_value(node.graph.owning_module, node).flatten()  # type: ignore[arg-type]
+    return float(value[0]) if len(value) and bool((value == value[0]).all()) else None
 
 
 def sizes_of(node: fx.Node, shape: Sequence[Size]) -> list[Any]:
-    """Return a shape as the tensor `node`, which a model makes, got it: numbers, and for the batch a node, or a tensor and its dimension."""
+    """Return a shape as the tensor `node`, which a model makes, got it: a number, a node, or a tensor and its dimension."""
     unseen, read = [node], dict[fx.Node, Any]()
     while unseen:
         reader = unseen.pop()
@@ -259,15 +223,6 @@ def sizes_of(node: fx.Node, shape: Sequence[Size]) -> list[Any]:
         return number or next((operand, shape.index(size)) for operand, shape in first_read if size in shape)
 
     return [size if isinstance(size, int) else place(size) for size in shape]
-
-
-def is_joined(node: fx.Node, value: Tensor, reader: fx.Node, record: Operator | None, arguments: dict[str, Any]) -> bool:
-    """Return whether a constant needs the others' batch size as an operand of `reader`: a layer, a composite, a concatenation."""
-    if record is None or ("hx" in record.operands and not value.any()):  # a first state of zeros is left out
-        return False
-    calculates = (Trait.SUMS in record.traits or record.expand is not None) and record.traits.isdisjoint(_BROADCASTING)
-    calculates = calculates and node in operand_nodes(record, arguments)
-    return calculates or Trait.COLLECTS in record.traits or reader.target is functional.setitem
 
 
 def is_broadcast(node: fx.Node, reader: fx.Node, record: Operator | None) -> bool:
