@@ -30,6 +30,7 @@ from fxquant.primitives import elementwise, product
 from fxquant.primitives.arithmetic import PRODUCT
 
 IMAGE = 4  # dimensions of a batch of images
+RATIOS = 2.0**-7, 2.0**8  # of the scales of two terms, for which 127 of them is a multiplier that is not 0 and has 15 bits
 SCALED = Product(product.scale_channels, product.scale_channels_wide, (0,), layout=torch.flatten)  # by one number
 
 
@@ -75,9 +76,11 @@ def _is_layer(lowering: Lowering, input: Operand, other: Operand, alpha: float) 
     arithmetic = lowering.arithmetic
     if not isinstance(input, Quantized) or not isinstance(other, Quantized) or input.shape != other.shape or len(input.shape) != 4:
         return False
-    scaled = alpha not in (1, -1) if not arithmetic.rescales_by_layers else alpha != 1  # where nothing subtracts
-    dtypes = (input.dtype, other.dtype, lowering.output.dtype)
-    return arithmetic.multiplies_by_layers and scaled and all(dtype.bits <= 8 for dtype in dtypes)
+    if not arithmetic.multiplies_by_layers or any(dtype.bits > 8 for dtype in (input.dtype, other.dtype, lowering.output.dtype)):
+        return False
+    if arithmetic.rescales_by_layers:  # its own addition has 6 bits and rounds down, and it cannot subtract
+        return alpha != 1 or RATIOS[0] <= float(input.scale) / float(other.scale) <= RATIOS[1]
+    return alpha not in (1, -1)
 
 
 def _is(value: Any, number: int) -> bool:
@@ -109,6 +112,9 @@ def _onnx_add(c: Call) -> str:
     numbers = any(isinstance(c.arguments.get(role), int | float) for role in ("input", "other"))
     if layer is not None and c.by_layers and numbers and len(c.operand_shape) == 4:
         return _onnx_number_layer(c, c["alpha"])
+    if layer is not None and c.by_layers and c["alpha"] == 1 and len(c.operand_shape) == 4:
+        weight = torch.ones((int(c.operand_shape[1]), 1, 1, 1), dtype=torch.float32, device="cpu")  # type: ignore[arg-type]
+        return c.epilogue(c.do("Add", c["input"], c.do("Conv", c["other"], c.e.constant(weight), kernel_shape=[1, 1], group=len(weight))))
     return c.epilogue(c.do("Add", _term(c), _scaled(c, "other")))
 
 
