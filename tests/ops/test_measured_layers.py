@@ -104,9 +104,9 @@ def test_tensors_are_added_by_a_layer_on_bernoulli2_unless_one_vanishes(shape: t
     assert [node.target is accumulate.add_residual for node in added] == [by_layer]
     values, by_name = graph_values(integer, x, y), {node.name: node for node in integer.graph.nodes}
     first, second, result = (by_name[name] for name in ("x_quantize", "y_quantize", "add"))
-    on = [oracle.Grid(Fraction(float(qparams(node).scale)), -128, 127, 8) for node in (first, second, result)]  # type: ignore[union-attr]
+    a, b, to = (oracle.Grid(Fraction(float(qparams(node).scale)), -128, 127, 8) for node in (first, second, result))  # type: ignore[union-attr]
     pairs = zip(*(values[node.name].flatten().tolist() for node in (first, second)), strict=True)
-    assert values[result.name].flatten().tolist() == [oracle.added(q, r, *on, RULES["bernoulli2"], clamp=(0.0, None)) for q, r in pairs]
+    assert values[result.name].flatten().tolist() == [oracle.added(q, r, a, b, to, RULES["bernoulli2"], clamp=(0.0, None)) for q, r in pairs]
 
 
 @pytest.mark.sweep(1)
