@@ -106,7 +106,9 @@ def test_tensors_are_added_by_a_layer_on_bernoulli2_unless_one_vanishes(shape: t
     first, second, result = (by_name[name] for name in ("x_quantize", "y_quantize", "add"))
     a, b, to = (oracle.Grid(Fraction(float(qparams(node).scale)), -128, 127, 8) for node in (first, second, result))  # type: ignore[union-attr]
     pairs = zip(*(values[node.name].flatten().tolist() for node in (first, second)), strict=True)
-    assert values[result.name].flatten().tolist() == [oracle.added(q, r, a, b, to, RULES["bernoulli2"], clamp=(0.0, None)) for q, r in pairs]
+    assert values[result.name].flatten().tolist() == [
+        oracle.added(q, r, a, b, to, RULES["bernoulli2"], clamp=(0.0, None)) for q, r in pairs
+    ]
 
 
 @pytest.mark.sweep(1)
