@@ -67,11 +67,11 @@ class Options:
                      that clearly reduces the error of weights and activations (`fxq.tuning.equalize`)
     round_weights    whether weights are rounded so that their errors cancel on the first 64 samples and in the model's outputs
                      (`fxq.tuning.round_weights`). None: weights of less than 8 bits; True: all, each kept if the outputs gain 0.2 dB
-    correct_bias     whether biases compensate the mean shift of outputs by rounding (`fxq.tuning.correct_bias`); None: from 64 samples on
+    correct_bias     whether biases compensate the mean shift of outputs by rounding (`fxq.tuning.correct_bias`); None: from 16 samples on
     choose_ranges    whether ranges are chosen by the method with which the outputs have the least noise: the squared error of all samples,
-                     the noise of each, or the smallest and the largest value. None: from 64 samples on. Unless it is False, the range
-                     of an input, or of tensors of 16 bits, many of whose values round to 0 is divided by a power of two, if the outputs
-                     are nearer to float with it
+                     the noise of each, the smallest and the largest value, or a percentile. None: from 16 samples on. Unless it is False,
+                     the range of an input, or of tensors of 16 bits, many of whose values round to 0 is divided by a power of two, if the
+                     outputs are nearer to float with it
     accuracy         of `quantize`: the SQNR in dB that every output, and every part of one, is to have. Tensors and weights get 16 bits,
                      as few as it takes by their cost; `Result.widened` names them. None: all have the qconfig's dtypes
 

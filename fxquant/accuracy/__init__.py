@@ -5,7 +5,7 @@ a search takes those by samples again for each mapping. A new way to choose a nu
 """
 
 from fxquant.accuracy import bias, distill, equalize, learn, observe, ranges, weights
-from fxquant.accuracy.step import ENOUGH, Run, Step, has_layers
+from fxquant.accuracy.step import FEW, Run, Step, has_layers
 
 STEPS = (
     Step(
@@ -18,7 +18,7 @@ STEPS = (
     ),
     Step(
         name="ranges", because="they are judged on layers as they are before the samples change them",
-        find=ranges.find_method, apply=ranges.apply_method, option="choose_ranges", least=ENOUGH,
+        find=ranges.find_method, apply=ranges.apply_method, option="choose_ranges", least=FEW,
     ),
     Step(
         name="narrowing", because="it divides the ranges that the method before has chosen",
@@ -31,7 +31,7 @@ STEPS = (
     ),
     Step(
         name="bias correction", because="it takes back the mean of all errors before it",
-        find=bias.find, apply=bias.apply, undo=Run.take_back, option="correct_bias", least=ENOUGH, has_work=has_layers,
+        find=bias.find, apply=bias.apply, undo=Run.take_back, option="correct_bias", least=FEW, has_work=has_layers,
         remedies=bias.remedies, learn=bias.correct_bias,
     ),
     Step(name="distillation", because="a step learns for the whole model, which is cheaper than for each layer", learn=distill.distill),

@@ -5,8 +5,8 @@ than the usual is taken where the outputs clearly gain by it. There are two choi
 
 *All tensors but outputs, by one method* (`Method`). The squared error of all samples together is that of the samples with the largest
 values: it keeps these, and gives all others a coarse step. The noise of a sample in decibels, on average over samples, clips more of the
-largest values. The smallest and the largest value keep rare values, which may carry what a detector finds. No method is better for every
-network. Percentiles are not candidates: they clip values of other samples.
+largest values. The smallest and the largest value keep rare values, which may carry what a detector finds, and a percentile of the values
+all but the rarest. No method is better for every network.
 
 *An input many of whose values round to 0, divided by a power of two.* A few large values set the scale of a power spectrogram, say. They
 make up its squared error, so no observer cuts them off, but often they do the same to the outputs at half their size. So are tensors of

@@ -32,7 +32,8 @@ from fxquant.quantization.weights import Parts
 from fxquant.support import logger, timed
 from fxquant.support.progress import progress
 
-ENOUGH = 64  # samples: so many are kept, of the first batches, and ranges are judged and biases corrected if there are so many
+ENOUGH = 64  # samples: so many are kept, of the first batches
+FEW = 16  # samples, from which on ranges are judged and biases corrected
 LARGEST_KEPT = 2**24  # elements of what is kept
 LARGEST_FOR_BIAS = 2**21  # a mean needs fewer
 CHUNK = 16  # samples

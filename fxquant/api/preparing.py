@@ -107,7 +107,7 @@ def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
     if "correct_bias" in wanted:
         logger.info(
             "biases are not corrected, since observations hold no samples;"
-            " fxq.tuning.correct_bias(prepared, batches) corrects them, as calibration does by 64 samples"
+            " fxq.tuning.correct_bias(prepared, batches) corrects them, as calibration does by 16 samples"
         )
     if not missing:
         set_state(prepared, State.VALIDATE)

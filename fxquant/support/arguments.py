@@ -322,8 +322,8 @@ KINDS: dict[str, Kind] = {
     "percentile": such("a number above 0 and at most 100", _number, lambda value: 0 < value <= 100),
     "preserve": NAMES,
     "round_weights": FLAG.or_none("those of less than 8 bits are"),
-    "correct_bias": FLAG.or_none("biases are, by 64 samples or more"),
-    "choose_ranges": FLAG.or_none("ranges are, by 64 samples or more"),
+    "correct_bias": FLAG.or_none("biases are, by 16 samples or more"),
+    "choose_ranges": FLAG.or_none("ranges are, by 16 samples or more"),
     "integer_tail": FLAG.or_none("on a chip they are"),
     "runtime": choice(
         "onnxruntime", "onnxruntime, 2 threads", "onnxruntime, no optimisation", "reference", "openvino", "tvm", "iree", "litert"

@@ -265,10 +265,10 @@ def test_num_batches_is_what_counts() -> None:
     ],
 )
 def test_what_is_dropped_is_said_once(batches: Callable[[], Any], line: str, caplog: pytest.LogCaptureFixture) -> None:
-    prepared = of_one()
+    prepared, options = of_one(), fxq.Options(choose_ranges=False, correct_bias=False)
     with caplog.at_level(logging.INFO, "fxquant"):
-        fxq.calibrate(prepared, batches())
-        fxq.calibrate(prepared, batches())
+        fxq.calibrate(prepared, batches(), options=options)
+        fxq.calibrate(prepared, batches(), options=options)
     assert [text for text in caplog.messages if not text.startswith(("calibration took", "calibration chose"))] == [line]
 
 

@@ -41,7 +41,7 @@ def network() -> nn.Module:
 
 
 def quantized(network: nn.Module, batches: list[Tensor], target: str, observer: type[HistogramObserver]) -> Compiled:
-    return compiled(network, batches, target, fxq.QConfig(fxq.ActivationConfig(observer=observer)))
+    return compiled(network, batches, target, fxq.QConfig(fxq.ActivationConfig(observer=observer)), choose_ranges=False, correct_bias=False)
 
 
 def decibels(wanted: Tensor, actual: Tensor) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.ir.graph import resolve
 from fxquant.ir.integer import qparams
-from fxquant.primitives import accumulate, product
+from fxquant.primitives import accumulate, elementwise, product
 from fxquant.primitives.quantization import quantize, requantize_fixed
 from tests.shared import contract, oracle
 from tests.shared.contract import graph_values
@@ -92,6 +92,23 @@ def test_a_tensor_is_brought_to_another_scale_by_a_layer_on_bernoulli2() -> None
         expected = [oracle.rescaled(q, x, to, RULES["bernoulli2"]) for q in values[node.args[0].name].flatten().tolist()]
         assert values[result.name].flatten().tolist() == expected
         assert len(set(expected)) > 20
+
+
+@pytest.mark.parametrize(("factor", "by_layer"), [(1.0, True), (0.02, True), (60.0, True), (2.0**-10, False), (2.0**10, False)])
+@pytest.mark.parametrize("shape", [(4, 3, 4, 4), (16, 6)], ids=["images", "vectors"])
+def test_tensors_are_added_by_a_layer_on_bernoulli2_unless_one_vanishes(shape: tuple[int, ...], factor: float, by_layer: bool) -> None:
+    torch.manual_seed(3)
+    x, y = torch.randn(shape), factor * torch.randn(shape)
+    _, integer = contract.compiled(written(lambda m, x, y: torch.relu(x + y)), [(x, y)], "bernoulli2", choose_ranges=False)
+    added = [node for node in integer.graph.nodes if node.target in (accumulate.add_residual, elementwise.add)]
+    assert [node.target is accumulate.add_residual for node in added] == [by_layer]
+    values, by_name = graph_values(integer, x, y), {node.name: node for node in integer.graph.nodes}
+    first, second, result = (by_name[name] for name in ("x_quantize", "y_quantize", "add"))
+    a, b, to = (oracle.Grid(Fraction(float(qparams(node).scale)), -128, 127, 8) for node in (first, second, result))  # type: ignore[union-attr]
+    pairs = zip(*(values[node.name].flatten().tolist() for node in (first, second)), strict=True)
+    assert values[result.name].flatten().tolist() == [
+        oracle.added(q, r, a, b, to, RULES["bernoulli2"], clamp=(0.0, None)) for q, r in pairs
+    ]
 
 
 @pytest.mark.sweep(1)

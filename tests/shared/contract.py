@@ -36,7 +36,8 @@ class Compiled(NamedTuple):
 
 def compiled(model: nn.Module, batches: Sequence[Any], target: str = "bayes-e", qconfig: Any = None, **options: Any) -> Compiled:
     """The model prepared on the first batch, calibrated on all batches, and converted."""
-    prepared = fxq.calibrate(fxq.prepare(model, batches[0], target, qconfig, options=fxq.Options(**options)), batches)
+    chosen = fxq.Options(**options)
+    prepared = fxq.calibrate(fxq.prepare(model, batches[0], target, qconfig, options=chosen), batches, options=chosen)
     return Compiled(prepared, fxq.convert(prepared))
 
 

@@ -560,7 +560,8 @@ def added(q: int, r: int, x: Grid, y: Grid, to: Grid, rules: Rules, alpha: Fract
     narrow = max(x.bits, y.bits, to.bits) <= 8
     if rules.in_output_steps and narrow:
         return added_in_output_steps(q, r if alpha > 0 else -r, [step / to.scale for step in steps], *limits(to, clamp, rules))
-    if rules.measured and narrow and (alpha != 1 if rules.by_layers else abs(alpha) != 1):
+    by_layer = alpha != 1 or Fraction(1, 128) <= x.scale / y.scale <= 256
+    if rules.measured and narrow and (by_layer if rules.by_layers else abs(alpha) != 1):
         return scaled_sum(q, r, x, y, to, rules, alpha, clamp)
     if rules.measured:
         terms = Term(q, steps[0], x.wide), Term(r if alpha > 0 else -r, steps[1], y.wide, subtracted=alpha < 0)

@@ -80,7 +80,7 @@ def test_samples_whose_largest_values_decide_keep_them(target: str, caplog: pyte
 
 @pytest.mark.usefixtures("default_outputs")
 def test_fewer_samples_choose_nothing_unless_asked() -> None:
-    few = list(images(CORNER_FACTOR)[:32].split(16))
+    few = list(images(CORNER_FACTOR)[:15].split(5))
     with torch.no_grad():
         usual, unasked, asked = (calibrated(few, "bayes-e", balance) for balance in (False, None, True))
     assert fxq.qparams(unasked) == fxq.qparams(usual)

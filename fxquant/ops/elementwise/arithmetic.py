@@ -30,6 +30,7 @@ from fxquant.primitives import elementwise, product
 from fxquant.primitives.arithmetic import PRODUCT
 
 IMAGE = 4  # dimensions of a batch of images
+RATIOS = 2.0**-7, 2.0**8  # of the scales of two terms, for which 127 of them is a multiplier that is not 0 and has 15 bits
 SCALED = Product(product.scale_channels, product.scale_channels_wide, (0,), layout=torch.flatten)  # by one number
 
 
@@ -73,11 +74,14 @@ def _channels_of(input: Operand, other: Operand) -> tuple[Quantized, Tensor, int
 def _is_layer(lowering: Lowering, input: Operand, other: Operand, alpha: float) -> bool:
     """Return whether a sum is a layer with the weight `alpha`, to whose accumulator the first operand is added: of bytes of one shape."""
     arithmetic = lowering.arithmetic
-    if not isinstance(input, Quantized) or not isinstance(other, Quantized) or input.shape != other.shape or len(input.shape) != 4:
+    ranks = (2, IMAGE) if arithmetic.rescales_by_layers and alpha == 1 else (IMAGE,)
+    if not isinstance(input, Quantized) or not isinstance(other, Quantized) or input.shape != other.shape or len(input.shape) not in ranks:
         return False
-    scaled = alpha not in (1, -1) if not arithmetic.rescales_by_layers else alpha != 1  # where nothing subtracts
-    dtypes = (input.dtype, other.dtype, lowering.output.dtype)
-    return arithmetic.multiplies_by_layers and scaled and all(dtype.bits <= 8 for dtype in dtypes)
+    if not arithmetic.multiplies_by_layers or any(dtype.bits > 8 for dtype in (input.dtype, other.dtype, lowering.output.dtype)):
+        return False
+    if arithmetic.rescales_by_layers:  # its own addition has 6 bits and rounds down, and it cannot subtract
+        return alpha != 1 or RATIOS[0] <= float(input.scale) / float(other.scale) <= RATIOS[1]
+    return alpha not in (1, -1)
 
 
 def _is(value: Any, number: int) -> bool:
@@ -109,6 +113,12 @@ def _onnx_add(c: Call) -> str:
     numbers = any(isinstance(c.arguments.get(role), int | float) for role in ("input", "other"))
     if layer is not None and c.by_layers and numbers and len(c.operand_shape) == 4:
         return _onnx_number_layer(c, c["alpha"])
+    if layer is not None and c.by_layers and not numbers and c["alpha"] == 1:
+        channels, vector = int(c.operand_shape[1]), len(c.operand_shape) == 2  # type: ignore[arg-type]
+        weight = torch.ones((channels, 1, 1, 1), dtype=torch.float32, device="cpu")
+        read = [c.do("ToImage", c[role], shape=[1, channels]) if vector else c[role] for role in ("input", "other")]
+        total = c.epilogue(c.do("Add", read[0], c.do("Conv", read[1], c.e.constant(weight), group=channels, kernel_shape=[1, 1])))
+        return c.do("FromImage", total, shape=[1, channels]) if vector else total
     return c.epilogue(c.do("Add", _term(c), _scaled(c, "other")))
 
 

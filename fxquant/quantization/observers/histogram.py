@@ -289,7 +289,7 @@ class HistogramObserver(Observer, names="histogram"):
             observer = copy.copy(self)
             observer.apart, observer.worth = 1, 0.0
             return observer
-        chooser = PercentileObserver(100.0, self.bins, self.sample)
+        chooser = PercentileObserver(PERCENTILES[method], self.bins, self.sample)
         chooser._buffers = self._buffers
         return chooser
 
@@ -447,6 +447,7 @@ _GATHERING: Mapping[type[Observer], tuple[str, ...]] = {
 
 # ---- observers that choose a threshold by what the distribution of magnitudes looks like -----------------------------
 USUAL_PERCENTILE = 99.99
+PERCENTILES = {Method.MIN_MAX: 100.0, Method.PERCENTILE: 99.995}
 
 
 class ThresholdObserver(HistogramObserver):

@@ -92,6 +92,7 @@ class Method(Enum):
     ERROR = "the squared error of all samples"
     EACH = "the noise of each sample"
     MIN_MAX = "the smallest and the largest value"
+    PERCENTILE = "99.995 % of the values"
 
 
 class Observer(nn.Module):
