@@ -210,6 +210,9 @@ MEASURES: dict[str, Measure] = {
     "padding beyond kernel / stride": lambda site: _beyond(
         site.spatial("padding"), [Fraction(k, s) for k, s in zip(_kernel(site), site.spatial("stride"), strict=True)]
     ),
+    "padding that is not a multiple of half the stride": lambda site: [  # of an odd stride, of the whole
+        each for each, s in zip(site.spatial("padding"), site.spatial("stride"), strict=True) if each % (s if s % 2 else s // 2)
+    ],
     "output padding": lambda site: site.spatial("output_padding"),
     "count_include_pad": lambda site: [site.arguments.get("count_include_pad", True)] if any(site.spatial("padding")) else [],
     "divisor_override": lambda site: [site.arguments.get("divisor_override")], "padding mode": lambda site: [site.arguments["mode"]],

@@ -25,6 +25,7 @@ from fxquant.remedies.rewriting import Rewriting, even, remedy
 
 PLAIN = "conv1d conv2d conv3d"
 REVERSED = "conv_transpose1d conv_transpose2d conv_transpose3d"
+BETWEEN = "padding that is not a multiple of half the stride"
 INPUTS = ("channels", "channels of a kernel without groups", "weights for one output channel")
 
 
@@ -105,6 +106,21 @@ def input_channels(b: Rewriting) -> fx.Node | None:
 def residual_after(b: Rewriting) -> fx.Node | None:
     """Add the residual in a separate operator."""
     return b(add, b.again(**_attributes(b), dtype=b.partial, residual=None, clamp=None), b.arguments["residual"], clamp=b.clamp)
+
+
+@remedy("cropped", "conv_transpose1d conv_transpose2d", BETWEEN, "padding beyond kernel / stride", "padding beyond (kernel - 1) / 2")
+def cropped(b: Rewriting) -> fx.Node | None:
+    """Compute the elements that padding leaves out, and leave them out afterwards; the integers are unchanged."""
+    if b.arguments.get("residual") is not None:
+        return residual_after(b)
+    attributes, outputs = _attributes(b), b.result[2:]
+    if not all(isinstance(size, int) for size in outputs):
+        return None
+    extra = [max(more - left, 0) for more, left in zip(attributes["output_padding"], attributes["padding"], strict=True)]
+    result = b.again(**{**attributes, "padding": [0] * len(outputs), "output_padding": extra})
+    for dim, (left, size) in enumerate(zip(attributes["padding"], outputs, strict=True), 2):
+        result = b.cut(result, dim, left, left + size)
+    return result
 
 
 @remedy("with its limits after it", "*", "bounds")

@@ -17,10 +17,11 @@ from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.comparison import maximum
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.convolution import conv2d, conv_transpose2d
-from fxquant.ops.movement.pad import OUTSIDE, margins_of
+from fxquant.ops.movement.pad import OUTSIDE, margins_of, pad
 from fxquant.ops.movement.repeating import expand
 from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.ops.pooling.pool import avg_pool1d, avg_pool2d
+from fxquant.ops.sampling.resize import interpolate
 from fxquant.remedies.pooling import window
 from fxquant.remedies.rewriting import Rewriting, is_activation, remedy
 
@@ -91,13 +92,20 @@ def selected(b: Rewriting) -> fx.Node | None:
 
 
 @remedy("in two dimensions", "conv_transpose1d avg_pool1d", None)
+@remedy("in two dimensions", "pad interpolate", "rank")
 def lifted(b: Rewriting) -> fx.Node | None:
-    """Compute an operator on (N, C, L) as one on images (N, C, 1, L)."""
+    """Compute an operator on (N, C, L) as one on images (N, C, 1, L); a pad of C and L on images (N, 1, C, L)."""
     shape = b.shape
-    if len(shape) != 3:
+    if len(shape) != 3 or len(b.arguments.get("padding") or ()) > 4:
         return None
-    image = b(reshape, b.input, numbers([*shape[:2], 1, shape[2]]))
-    if b.operator.function is avg_pool1d:
+    place = 1 if b.operator.function is pad and len(b.arguments["padding"]) > 2 else 2
+    image = b(reshape, b.input, numbers([*shape[:place], 1, *shape[place:]]))
+    if b.operator.function is pad:
+        result = b.again(input=image)
+    elif b.operator.function is interpolate:
+        resized = {name: [1, *value] for name in ("size", "scale_factor") if (value := b.arguments[name]) is not None}
+        result = b.again(input=image, mode=b.arguments["mode"].replace("linear", "bilinear"), **resized)
+    elif b.operator.function is avg_pool1d:
         (kernel,), (stride,), (padding,) = window(b, 1)
         counted = b.arguments["count_include_pad"]
         result = b(avg_pool2d, image, [1, kernel], [1, stride], [0, padding], b.arguments["ceil_mode"], counted, clamp=b.clamp)
