@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from fxquant.ir.graph import fact, largest_size, reshape_sizes, shape_of, size_node
-from fxquant.ops.core import BatchDim, Instead, Lowering, Quantized, Same, Size, TensorFact, Trait, known_size, selected
+from fxquant.ops.core import BatchDim, Call, Instead, Lowering, Quantized, Same, Size, TensorFact, Trait, known_size, selected
 from fxquant.ops.core.casting import CASTS, asked_dtype, changed, in_dtype
 from fxquant.ops.core.declare import Guard, fixed_along, fixed_sizes, function_and_method, known_sizes, listed, lowered, needs
 from fxquant.ops.core.declare import numbers as numeric
@@ -305,7 +305,27 @@ def _refuses(start: int) -> tuple[Guard, Guard]:
     return bounded, needs(first, lambda arguments: isinstance(shape_of(arguments["input"])[start], int))
 
 
-@lowered(demand=Same(), carries=("input",), refuses=_refuses(-3), samples=(sample(input=(8, 2, 3), upscale_factor=2),))
+def _onnx_shuffle(c: Call) -> str:
+    if len(shape_of(c.node)) != 4:
+        return c.exported()
+    return c.do("DepthToSpace", c.input, blocksize=c["upscale_factor"], mode="CRD")
+
+
+def _onnx_unshuffle(c: Call) -> str:
+    """Write SpaceToDepth, whose channels are in the order of pixels and then channels, and a shuffle of channels."""
+    shape, factor = shape_of(c.node), c["downscale_factor"]
+    if len(shape) != 4:
+        return c.exported()
+    (channels, height, width), batch = known_sizes(shape[1:]), 1 if c.by_layers else -1  # a shuffle to the tool has no size -1
+    value = c.do("SpaceToDepth", c.input, blocksize=factor)
+    value = c.do("Reshape", value, c.integers([batch, factor * factor, channels // factor**2, height, width]))
+    value = c.do("Transpose", value, perm=[0, 2, 1, 3, 4])
+    return c.do("Reshape", value, c.integers([batch, channels, height, width]))
+
+
+@lowered(
+    demand=Same(), carries=("input",), refuses=_refuses(-3), onnx=_onnx_shuffle, samples=(sample(input=(8, 2, 3), upscale_factor=2),)
+)
 def pixel_shuffle(lowering: Lowering, input: Quantized, upscale_factor: int) -> Quantized:
     """Channels moved into blocks of `upscale_factor`² pixels."""
     factor = upscale_factor
@@ -319,6 +339,7 @@ def pixel_shuffle(lowering: Lowering, input: Quantized, upscale_factor: int) -> 
     demand=Same(),
     carries=("input",),
     refuses=fixed_sizes("it rearranges sizes that vary", start=-3),
+    onnx=_onnx_unshuffle,
     samples=(sample(input=(3, 6, 6), downscale_factor=3),),
 )
 def pixel_unshuffle(lowering: Lowering, input: Quantized, downscale_factor: int) -> Quantized:
