@@ -430,7 +430,8 @@ POINTWISE = {
     *("QuantizeLinear", "DequantizeLinear", "HzQuantize", "HzDequantize", "HzCalibration", "Identity"),
     *("Add", "Sub", "Mul", "Div", "Pow", "Max", "Min"),
     *("Abs", "Clip", "Elu", "Erf", "Exp", "HardSigmoid", "LeakyRelu", "Log", "Neg", "Reciprocal", "Relu", "Selu", "Sigmoid"),
-    *("Softplus", "Sqrt", "Tanh"),
+    *("Softplus", "Sqrt", "Tanh", "Sin", "Cos", "Tan", "Sinh", "Cosh", "Asin", "Acos", "Atan", "Asinh", "Atanh"),
+    *("Ceil", "Floor", "Round", "Sign", "Softsign"),
 }
 AXES = {2: (0, 1), 3: (0, 2, 1)}  # the dimensions of a vector (N, C), and of (N, T, C), in its image
 SEQUENCE = (0, 1, 2)  # the dimensions of a sequence (N, C, L) in its image (N, C, L, 1)

@@ -122,7 +122,7 @@ def photographs_in(options: argparse.Namespace) -> list[Path]:
 
 
 def camera_batches(options: argparse.Namespace, model: fx.GraphModule) -> list[Any]:
-    """Return the photographs in --images as batches of a model of `with_camera`, float32 (N, 3, H, W): colours less 128, or YUV from NV12."""
+    """Return the photographs in --images as batches for `with_camera`'s models, float32 (N, 3, H, W): YUV of NV12, or colours, less 128."""
     image, *others = model.graph.find_nodes(op="placeholder")
     size = None if others else yuv_size(model, image)
     if size is None:

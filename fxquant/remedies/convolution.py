@@ -129,7 +129,7 @@ def limits_after(b: Rewriting) -> fx.Node | None:
     return None if b.clamp is None else b(clamp, b.again(clamp=None), *b.clamp)
 
 
-@remedy("as a 1×1 convolution", "linear", None, "bits")
+@remedy("as a 1×1 convolution", "linear", "area of an image that is flattened before it", "bits")
 def as_convolution(b: Rewriting) -> fx.Node | None:
     """Compute the sums by a convolution: features are channels, and rows positions. A flattened image before it is used directly."""
     weight, bias = b.arguments["weight"], b.arguments["bias"]

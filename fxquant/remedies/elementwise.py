@@ -5,14 +5,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.nn import functional as F
 
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.ops.core.composite import REQUANTIZE
 from fxquant.ops.core.declare import are_fixed, known_sizes
 from fxquant.ops.core.record import BY_NAME
 from fxquant.ops.core.weighted import channel_weight, sizes
-from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.comparison import maximum
 from fxquant.ops.indexing.index import WHOLE, getitem
@@ -144,22 +142,6 @@ def narrow_before(b: Rewriting) -> fx.Node | None:
     return b(REQUANTIZE.function, b.again(dtype="int8"), dtype=b.dtype)
 
 
-# ---- activations without a table, by relu, relu6, sums and products --------------------------------------------------
-@remedy("of relu6", "hardsigmoid hardswish", None)
-def of_relu6(b: Rewriting) -> fx.Node | None:
-    """Return relu6(x + 3) / 6, and for hardswish times x."""
-    gate = b(add, b.input, 3.0, clamp=(0.0, 6.0))
-    return b(mul, gate if b.operator.function is F.hardsigmoid else b(mul, b.input, gate), 1 / 6)
-
-
-@remedy("of relu", "leaky_relu abs", None)
-def of_relu(b: Rewriting) -> fx.Node | None:
-    """Return relu(x) - slope · relu(-x), with a slope of -1 for abs."""
-    slope = -1.0 if b.operator.function is torch.abs else float(b.arguments["negative_slope"])
-    below = b(mul, b.input, -1.0, clamp=(0.0, None))
-    return b(sub, b(clamp, b.input, 0.0, None), below, slope)
-
-
 @remedy("of relu", "maximum minimum", None)
 def of_difference(b: Rewriting) -> fx.Node | None:
     """Return relu(x - y) + y, or x - relu(x - y)."""
@@ -168,9 +150,3 @@ def of_difference(b: Rewriting) -> fx.Node | None:
         return None
     above = b(sub, left, right, clamp=(0.0, None))
     return b(add, above, right) if b.operator.function is maximum else b(sub, left, above)
-
-
-@remedy("as a product", "square", None)
-def of_itself(b: Rewriting) -> fx.Node | None:
-    """Return x · x."""
-    return b(mul, b.input, b.input)

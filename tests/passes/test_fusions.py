@@ -14,7 +14,7 @@ from fxquant import backends, passes
 from fxquant.api import preparing
 from fxquant.passes.activation import Clamp
 from fxquant.passes.batchnorm import BatchNorm
-from fxquant.passes.layerscale import LayerScale, NormScale
+from fxquant.passes.layerscale import LayerScale, NormScale, Number
 from fxquant.passes.padding import Padding
 from fxquant.passes.residual import Residual
 from fxquant.passes.rewriting import Fusion
@@ -26,10 +26,10 @@ from tests.shared.networks import Network, members
 
 Shapes = dict[str, tuple[int, ...]]
 IMAGE, KERNEL = (2, 4, 8, 8), (4, 4, 1, 1)
-FUSIONS = (BatchNorm, Clamp, LayerScale, NormScale, Padding, Residual)
+FUSIONS = (BatchNorm, Clamp, LayerScale, NormScale, Number, Padding, Residual)
 INPUTS = {key: {"x": IMAGE} for key in FUSIONS} | {Residual: {"x": IMAGE, "r": IMAGE}}
-INPUTS |= {LayerScale: {"x": (2, 4)}, NormScale: {"x": (2, 4), "r": (2, 4)}}
-HELD = {key: {name: (4,) for name in "bgt"} | {"w": (4, 4) if key in (LayerScale, NormScale) else KERNEL} for key in FUSIONS}
+INPUTS |= {LayerScale: {"x": (2, 4)}, NormScale: {"x": (2, 4), "r": (2, 4)}, Number: {"x": (4, 4), "k": (4, 4)}}
+HELD = {key: {name: (4,) for name in "bgt"} | {"w": (4, 4) if key in (LayerScale, NormScale, Number) else KERNEL} for key in FUSIONS}
 BATCHES = torch.randn(12, 3, 6, 6, generator=torch.Generator().manual_seed(1)).split(8)
 
 

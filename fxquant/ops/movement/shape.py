@@ -323,9 +323,7 @@ def _onnx_unshuffle(c: Call) -> str:
     return c.do("Reshape", value, c.integers([batch, channels, height, width]))
 
 
-@lowered(
-    demand=Same(), carries=("input",), refuses=_refuses(-3), onnx=_onnx_shuffle, samples=(sample(input=(8, 2, 3), upscale_factor=2),)
-)
+@lowered(demand=Same(), carries=("input",), refuses=_refuses(-3), onnx=_onnx_shuffle, samples=(sample(input=(8, 2, 3), upscale_factor=2),))
 def pixel_shuffle(lowering: Lowering, input: Quantized, upscale_factor: int) -> Quantized:
     """Channels moved into blocks of `upscale_factor`² pixels."""
     factor = upscale_factor
