@@ -229,6 +229,7 @@ MEASURES: dict[str, Measure] = {
     "divisor_override": lambda site: [site.arguments.get("divisor_override")], "padding mode": lambda site: [site.arguments["mode"]],
     "channels": lambda site: known(shape[1] for shape in site.shapes if len(shape) > 1),
     "output channels": lambda site: known(site.result[1:2]),
+    "output channels beyond a multiple of 4": lambda site: [size % 4 for size in known(site.result[1:2])],
     "output channels inside the model": lambda site: known(site.result[1:2]) if _inner_readers(site) else [],
     "number of readers inside the model": lambda site: [len(_inner_readers(site))],
     "channels of a kernel without groups": lambda site: [site.shape("weight")[1]] if site.arguments.get("groups") == 1 else [],
@@ -271,6 +272,7 @@ MEASURES: dict[str, Measure] = {
     "bounds that do not begin at 0": lambda site: [bounds for bounds in _bounds(site) if bounds[0] != 0],
     "broadcasting of a constant operand": _constant_patterns,
     "number of rearranged dimensions": _rearranged,
+    "place of the channels": lambda site: [len(site.result) - 1 - site.arguments["trailing"]],
     "area of an image that is flattened before it": lambda site: [
         math.prod(known(image[2:])) for each in site.operands if calls(each, reshape) and len(image := shape_of(each.args[0]) or ()) == 4
     ],

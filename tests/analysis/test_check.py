@@ -117,6 +117,7 @@ BERNOULLI2: list[Limit] = [
     ("", "rank", lambda rank: built(nn.Sigmoid(), (4, *[2] * (rank - 1))), 2, 1),
     ("", "rank", lambda rank: built(nn.Sigmoid(), (4, *[2] * (rank - 1))), 4, 5),
     ("", "batch", lambda batch: built(nn.ReLU(), image(batch=batch)), 128, 129),
+    ("pixel_shuffle", "output channels beyond a multiple of 4", lambda c: built(nn.PixelShuffle(2), image(4 * c)), 4, 3),
     ("reshape", "number of rearranged dimensions", lambda n: built(nn.Flatten(), image(2, n, 1)), 1, 8),
     ("permute", "number of rearranged dimensions", lambda n: of(lambda x: swapped(x, n), image(4)), 1, 3),
     (
@@ -223,6 +224,7 @@ BAYES: list[Limit] = [
     ("mean", "number of reduced dimensions", lambda d: of(lambda x: x.mean(d), image()), (2, 3), (1, 2, 3)),
     ("expand", "number of operands", lambda n: with_constants(1 - n, lambda x, y: x + y.expand(4, 2, 8, 8)), 0, 1),
     ("scale_channels", "rank", lambda r: built(nn.GroupNorm(1, 2), (4, *[2] * (r - 1))), 4, 3),
+    ("scale_channels", "place of the channels", lambda p: built(nn.GroupNorm(1, 2) if p == 1 else nn.LayerNorm(8), image()), 1, 3),
     ("conv3d", "rank", lambda r: conv3d() if r == 5 else conv(), 4, 5),
     ("mul", CONSTANT, lambda shape: built(written(lambda m, x: x * m.k, k=torch.rand(shape)), image()), (2, 1, 1), (8,)),
     ("add", CONSTANT, lambda shape: built(written(lambda m, x: x + m.k, k=torch.rand(shape)), image()), (1, 1, 1), (2, 1, 1)),

@@ -100,6 +100,24 @@ def test_zeros_before_convolutions_are_their_padding_with_equal_bits(
     assert torch.equal(apart(images[1]), integer(images[1]))
 
 
+# ---- a factor of scores: it is that of the layer which computes the query ---------------------------------------------
+def scores(m: Any, x: Tensor) -> Any:
+    q, k = (part(x.flatten(2).transpose(1, 2)).unflatten(2, (2, 4)).transpose(1, 2) for part in (m.q, m.k))
+    return torch.softmax(q @ k.transpose(2, 3) / 2, -1) if m.once else (torch.softmax(q @ k.transpose(2, 3) / 2, -1), q)
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_the_factor_of_scores_is_folded_where_they_alone_read_the_query(once: bool, tmp_path: Path) -> None:
+    network = Network(scores, q=nn.Linear(3, 8), k=nn.Linear(3, 8)).eval()
+    network.once = once
+    prepared, integer = compiled(network, [*BATCHES], "bayes-e")
+    assert ("div(%matmul" in fxq.text(prepared)) is not once
+    contract.assert_contract(prepared, tmp_path / "model.onnx", BATCHES[0], integer=integer)
+    with torch.no_grad():
+        fxq.set_state(prepared, fxq.State.FLOAT)
+        torch.testing.assert_close(prepared(BATCHES[0]), network(BATCHES[0]), rtol=1e-4, atol=1e-5)
+
+
 APART = {
     "crop": (lambda s, x: s.a(F.pad(x, (1, -1))), {}, "it pads channels or the batch, or crops"),
     "a maximum as well": (

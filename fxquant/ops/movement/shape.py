@@ -306,9 +306,15 @@ def _refuses(start: int) -> tuple[Guard, Guard]:
 
 
 def _onnx_shuffle(c: Call) -> str:
-    if len(shape_of(c.node)) != 4:
+    shape, factor = shape_of(c.node), c["upscale_factor"]
+    if len(shape) != 4:
         return c.exported()
-    return c.do("DepthToSpace", c.input, blocksize=c["upscale_factor"], mode="CRD")
+    if not c.images_alone or known_size(shape[1]) % 4 == 0:
+        return c.do("DepthToSpace", c.input, blocksize=factor, mode="CRD")
+    # bernoulli2's DepthToSpace returns four channels, or eight, …; the tool sees one here, too, where no size is -1.
+    channels, height, width = known_sizes(shape[1:])
+    value = c.do("Reshape", c.input, c.integers([-1, channels, factor, factor, height // factor, width // factor]))
+    return c.do("Reshape", c.do("Transpose", value, perm=[0, 1, 4, 2, 5, 3]), c.integers([1, channels, height, width]))
 
 
 def _onnx_unshuffle(c: Call) -> str:
