@@ -182,42 +182,36 @@ class Number(Fusion):
 
     def match(self, node: fx.Node) -> list[fx.Node] | None:
         number = node.args[1] if calls(node, mul) or calls(node, div) else None
-        if not isinstance(number, int | float) or not number or not math.isfinite(number) or facts.ties(node):
-            return None
-        return [operand] if isinstance(operand := node.args[0], fx.Node) and _scaled(operand) else None
+        usable = isinstance(number, int | float) and number and math.isfinite(number) and not facts.ties(node)
+        return [node.args[0]] if usable and _scaled(node.args[0]) else None  # type: ignore[list-item]
 
     def reject(self, layer: fx.Node, node: fx.Node) -> str | None:
-        way = _scaled(layer)
+        way, demand = _scaled(layer), facts.stated_demand(node)
         for each in way:
             if len(each.users) > 1 or each.kwargs or facts.ties(each) or facts.is_detached(each) != facts.is_detached(node):
                 return f"%{each.name} has other users, fused parts, a grid of its composite, or other gradients"
             if (because := apart(each, node)) is not None:
                 return because
-        result = next((each for each in way if calls(each, matmul)), way[-1])
-        if facts.stated_demand(result) not in (None, facts.stated_demand(node)) or decide(way[-1]).config is None:
-            return f"the grid of %{result.name} is defined otherwise, or %{way[-1].name} stays in float"
-        parameters = [operand for operand in way[-1].args[1:3] if isinstance(operand, fx.Node)]
-        return None if all(map(facts.is_parameter, parameters)) else f"the parameters of %{way[-1].name} are computed"
+        if facts.stated_demand(next(each for each in way if calls(each, matmul) or each is way[-1])) != demand:
+            return f"the grid of %{node.name} is another one"
+        computed = [each for each in way[-1].args[1:3] if isinstance(each, fx.Node) and not facts.is_parameter(each)]
+        return f"%{way[-1].name} computes its parameters, or stays in float" if computed or decide(way[-1]).config is None else None
 
     def merge(self, layer: fx.Node, node: fx.Node) -> fx.Node:
-        way = _scaled(layer)
-        input, *parameters = way[-1].args[:3]
-        new = [each if each is None else _computed(way[-1], node.target, each, node.args[1]) for each in parameters]  # type: ignore[arg-type]
-        way[-1].args = (input, *new, *way[-1].args[3:])
-        if (demand := facts.stated_demand(node)) is not None:
-            facts.state_demand(next((each for each in way if calls(each, matmul)), way[-1]), demand)
+        first, number = _scaled(layer)[-1], node.args[1]
+        new = [each if each is None else _computed(first, node.target, each, number) for each in first.args[1:3]]  # type: ignore[arg-type]
+        first.args = (first.args[0], *new, *first.args[3:])
         facts.absorb(layer, node)
         return layer
 
 
-def _scaled(node: fx.Node) -> list[fx.Node]:
+def _scaled(node: Any) -> list[fx.Node]:
     """Return the nodes from a tensor back to the layer that a factor of it can be multiplied into; empty where there is none."""
-    record = operator_of(node)
+    record = operator_of(node) if isinstance(node, fx.Node) and not facts.is_parameter(node) else None
     if record is None or Trait.OUTPUTS_FIRST in record.traits:
-        return [] if record is None or Trait.SUMS not in record.traits else [node]
-    operands = node.args[: 2 if record.function is matmul else 1] if record.function is matmul or Trait.VIEWS in record.traits else ()
-    ways = (_scaled(operand) for operand in operands if isinstance(operand, fx.Node) and not facts.is_parameter(operand))
-    return next(([node, *way] for way in ways if way), [])
+        return [] if record is None else [node]
+    operands = node.args[: 2 if record.function is matmul else int(Trait.VIEWS in record.traits)]
+    return next(([node, *way] for way in map(_scaled, operands) if way), [])
 
 
 def _way_from_layer(node: fx.Node) -> list[fx.Node]:

@@ -331,14 +331,6 @@ def least_scale_for_residual(residual_scale: Tensor, magnitude: int, input_scale
     return needed.float().clamp_max(FLOAT32_EPSILON)
 
 
-def least_scale_for_step(input_scale: Tensor) -> Tensor:
-    """Return the smallest weight scale whose product with an operand's scale is at least 2^-23 after both are rounded, float32.
-
-    The chip raises the step of a sum of 32 bits to 2^-23; on a raised scale the weight is rounded for the step that it has there.
-    """
-    return (FLOAT32_EPSILON * (1 + 2.0**-20) / input_scale.detach().double()).float()
-
-
 def bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
     """Return the integers round_half_even(bias / (input_scale · scale)), as float64."""
     return torch.round(bias.double() / (input_scale.double() * scale.double()))

@@ -24,13 +24,6 @@ from fxquant.remedies.pooling import window
 from fxquant.remedies.rewriting import Rewriting, is_activation, remedy
 
 
-@remedy("as a product", "div", None)
-def as_product(b: Rewriting) -> fx.Node | None:
-    """Replace a division by a number with a multiplication by its reciprocal."""
-    other = b.arguments["other"]
-    return b(mul, b.input, 1.0 / other, clamp=b.clamp) if isinstance(other, int | float) else None
-
-
 @remedy("as a depthwise convolution", "add sub mul", "number of constant operands")
 def as_depthwise(b: Rewriting) -> fx.Node | None:
     """Replace an operator with a constant for each channel by a depthwise 1×1 convolution with it as weight or bias."""

@@ -342,7 +342,6 @@ ABSENT: dict[str, tuple[str, Built]] = {
     "conv3d": ("bernoulli2", conv3d()),
     "expand": ("bernoulli2", of(lambda x: x.expand(4, 2, 8, 8), image(2, 1, 1))),
     "repeat": ("bernoulli2", of(lambda x: x.repeat(1, 2, 1, 1), image())),
-    "div": ("bernoulli2", of(lambda x: x / 3.0, image())),
     "matmul": ("bernoulli2", of(torch.matmul, image(), image())),
     "maximum": ("bernoulli2", of(torch.maximum, image(), image())),
     "grid_sample": ("bayes", of(lambda x, y: F.grid_sample(x, y.tanh(), align_corners=False), image(), (4, 2, 2, 2))),

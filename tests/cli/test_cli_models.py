@@ -264,8 +264,8 @@ def test_a_detectors_file_and_a_folder_of_pictures_become_a_model_of_a_camera(ca
     assert (status, "4 of 4 photographs in photos" in shown) == (0, True)
     for swing in ("rgb", "bgr"):
         colours = fxq.board.with_camera(fxq.load("quantized/integer.fxq"), std=(255,) * 3, swing=swing)
-        given = argparse.Namespace(images=[Path(one)], data=None, batch_size=1)
-        (image,) = camera_batches(given, fxq.load(fxq.save(colours, f"{swing}.fxq")))
+        options = argparse.Namespace(images=[Path(one)], data=None, batch_size=1)
+        (image,) = camera_batches(options, fxq.load(fxq.save(colours, f"{swing}.fxq")))
         pixels = Preprocessing((8, 8), 0, (128 / 255,) * 3, (1 / 255,) * 3, swing == "bgr")(Image.open(one).convert("RGB"))
         assert torch.equal(image[0], pixels.round())
     capsys.readouterr()

@@ -183,7 +183,6 @@ def test_each_remedy_is_named_with_its_limit(caplog: pytest.LogCaptureFixture) -
         "conv2d split by kernel, since its kernel is 9; bernoulli2 allows 1 to 7",
         "conv2d without dilation, since its dilation is 3",
         "mul as a depthwise convolution, since its number of constant operands is 1",
-        "div as a product, since bernoulli2 has no div",
         "linear as a 1×1 convolution, since its area of an image that is flattened before it is",
         "the batch norm of %stem keeps its running statistics while training, since the layer is conv2d split by kernel",
     ):

@@ -342,7 +342,8 @@ def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, resi
         limit = (accumulator_limit(lowering) + 1) // 2
         scales.append(grids.least_scale_for_residual(residual.scale, residual.grid.magnitude, input.scale, limit))
     if lowering.arithmetic.float32_steps and lowering.output is not None and lowering.output.dtype == INT32:
-        scales.append(grids.least_scale_for_step(input.scale))
+        # The chip raises the step of such a sum to 2^-23; on a raised scale the weight is rounded for the step that it has there.
+        scales.append((grids.FLOAT32_EPSILON * (1 + 2.0**-20) / input.scale.detach().double()).float())
     return functools.reduce(torch.maximum, scales) if scales else None
 
 

@@ -319,14 +319,13 @@ def _onnx_shuffle(c: Call) -> str:
 
 def _onnx_unshuffle(c: Call) -> str:
     """Write SpaceToDepth, whose channels are in the order of pixels and then channels, and a shuffle of channels."""
-    shape, factor = shape_of(c.node), c["downscale_factor"]
-    if len(shape) != 4:
+    if len(shape_of(c.node)) != 4:
         return c.exported()
-    (channels, height, width), batch = known_sizes(shape[1:]), 1 if c.by_layers else -1  # a shuffle to the tool has no size -1
-    value = c.do("SpaceToDepth", c.input, blocksize=factor)
-    value = c.do("Reshape", value, c.integers([batch, factor * factor, channels // factor**2, height, width]))
-    value = c.do("Transpose", value, perm=[0, 2, 1, 3, 4])
-    return c.do("Reshape", value, c.integers([batch, channels, height, width]))
+    (channels, *area), pixels = known_sizes(shape_of(c.node)[1:]), c["downscale_factor"] ** 2
+    batch = 1 if c.by_layers else -1  # a shuffle to the tool has no size -1
+    value = c.do("SpaceToDepth", c.input, blocksize=c["downscale_factor"])
+    value = c.do("Reshape", value, c.integers([batch, pixels, channels // pixels, *area]))
+    return c.do("Reshape", c.do("Transpose", value, perm=[0, 2, 1, 3, 4]), c.integers([batch, channels, *area]))
 
 
 @lowered(demand=Same(), carries=("input",), refuses=_refuses(-3), onnx=_onnx_shuffle, samples=(sample(input=(8, 2, 3), upscale_factor=2),))
