@@ -131,8 +131,7 @@ def camera_batches(options: argparse.Namespace, model: fx.GraphModule) -> list[A
         raise ConfigurationError("--images mean nothing to this model", because=because, remedy=remedy)
     swing = next((made_by(node).partition(".")[2] for node in model.graph.nodes if made_by(node).startswith("with_camera.")), "full")
     pixels = _read(photographs_in(options), Preprocessing(size, 0, (0.0,) * 3, (1 / 255,) * 3, swing == "bgr"), MOST).round()
-    yuv = swing not in ("rgb", "bgr")
-    images = Nv12ToYuv444(centred=True)(*rgb_to_nv12(pixels.to(torch.uint8))) if yuv else pixels - 128
+    images = pixels - 128 if swing in ("rgb", "bgr") else Nv12ToYuv444(centred=True)(*rgb_to_nv12(pixels.to(torch.uint8)))
     return list(images.split(options.batch_size or 1))
 
 

@@ -113,9 +113,6 @@ def test_the_factor_of_scores_is_folded_where_they_alone_read_the_query(once: bo
     prepared, integer = compiled(network, [*BATCHES], "bayes-e")
     assert ("div(%matmul" in fxq.text(prepared)) is not once
     contract.assert_contract(prepared, tmp_path / "model.onnx", BATCHES[0], integer=integer)
-    with torch.no_grad():
-        fxq.set_state(prepared, fxq.State.FLOAT)
-        torch.testing.assert_close(prepared(BATCHES[0]), network(BATCHES[0]), rtol=1e-4, atol=1e-5)
 
 
 APART = {

@@ -311,8 +311,7 @@ def _onnx_shuffle(c: Call) -> str:
         return c.exported()
     if not c.images_alone or known_size(shape[1]) % 4 == 0:
         return c.do("DepthToSpace", c.input, blocksize=factor, mode="CRD")
-    # bernoulli2's DepthToSpace returns four channels, or eight, …; the tool sees one here, too, where no size is -1.
-    channels, height, width = known_sizes(shape[1:])
+    channels, height, width = known_sizes(shape[1:])  # bernoulli2's returns fours of channels, and the tool makes one of no size -1
     value = c.do("Reshape", c.input, c.integers([-1, channels, factor, factor, height // factor, width // factor]))
     return c.do("Reshape", c.do("Transpose", value, perm=[0, 1, 4, 2, 5, 3]), c.integers([1, channels, height, width]))
 
