@@ -16,12 +16,13 @@ from torch import Tensor, fx, nn
 from fxquant.ir.graph import Size, TensorFact, annotation, fact, is_parameter, resolve
 from fxquant.ir.integer import Operation, Reference, operation, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
-from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter, Trait
+from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter, Trait, calls, operator_of
 from fxquant.ops.core.composite import DEQUANTIZE
 from fxquant.ops.core.record import operand_nodes
 from fxquant.ops.core.weighted import shape_of, sizes
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.table import SHIFTED, UNARY, segments_of
+from fxquant.ops.movement.shape import permute, reshape
 from fxquant.prepared.stage import quantized_operator, record_of
 from fxquant.primitives.accumulate import sides
 
@@ -112,6 +113,8 @@ def _weight_size(site: Site) -> list[Any]:
 
 
 def _ranks(site: Site) -> list[Any]:
+    if site.operator.function in (reshape, permute):  # a shuffle of channels has five dimensions inside
+        return []
     result = {len(site.result)} if isinstance(fact(site.node), TensorFact) else set()
     return sorted({len(shape) for shape in site.shapes} | result)
 
@@ -186,6 +189,14 @@ def _constant_patterns(site: Site) -> list[str]:
     return [_pattern((1, *((1,) * rank + (shape_of(each) or ()))[1 - rank :]), (1, *site.result[1:])) for each in constants]
 
 
+def _rearranged(site: Site) -> list[int]:
+    """Return the rank of a reshape or permutation; none in a shuffle of channels, of a vector, and between sequences and rows."""
+    near = [each for each in (site.node, *site.operands, *site.node.users) if calls(each, permute)]
+    swapped = [[int(dim) for dim in operator.arguments(each)["dims"]] for each in near if (operator := operator_of(each))]
+    vector = max(known(site.shape()[1:]), default=1) == math.prod(known(site.shape()[1:]))
+    return [] if vector or any(dims in ([0, 2, 1, 3, 4], [0, 2, 1]) for dims in swapped) else [len(site.result)]
+
+
 def _bits(node: fx.Node) -> list[int]:
     """Return the bits of a node's quantized result; none if it is in float."""
     spec = annotation(node) or qparams(node)
@@ -210,11 +221,15 @@ MEASURES: dict[str, Measure] = {
     "padding beyond kernel / stride": lambda site: _beyond(
         site.spatial("padding"), [Fraction(k, s) for k, s in zip(_kernel(site), site.spatial("stride"), strict=True)]
     ),
+    "padding that is not a multiple of half the stride": lambda site: [  # of an odd stride, of the whole
+        each for each, s in zip(site.spatial("padding"), site.spatial("stride"), strict=True) if each % (s if s % 2 else s // 2)
+    ],
     "output padding": lambda site: site.spatial("output_padding"),
     "count_include_pad": lambda site: [site.arguments.get("count_include_pad", True)] if any(site.spatial("padding")) else [],
     "divisor_override": lambda site: [site.arguments.get("divisor_override")], "padding mode": lambda site: [site.arguments["mode"]],
     "channels": lambda site: known(shape[1] for shape in site.shapes if len(shape) > 1),
     "output channels": lambda site: known(site.result[1:2]),
+    "output channels beyond a multiple of 4": lambda site: [size % 4 for size in known(site.result[1:2])],
     "output channels inside the model": lambda site: known(site.result[1:2]) if _inner_readers(site) else [],
     "number of readers inside the model": lambda site: [len(_inner_readers(site))],
     "channels of a kernel without groups": lambda site: [site.shape("weight")[1]] if site.arguments.get("groups") == 1 else [],
@@ -256,6 +271,11 @@ MEASURES: dict[str, Measure] = {
     "number of steps": lambda site: [len(site.arguments["steps"])],
     "bounds that do not begin at 0": lambda site: [bounds for bounds in _bounds(site) if bounds[0] != 0],
     "broadcasting of a constant operand": _constant_patterns,
+    "number of rearranged dimensions": _rearranged,
+    "place of the channels": lambda site: [len(site.result) - 1 - site.arguments["trailing"]],
+    "area of an image that is flattened before it": lambda site: [
+        math.prod(known(image[2:])) for each in site.operands if calls(each, reshape) and len(image := shape_of(each.args[0]) or ()) == 4
+    ],
     "number of lists of indices": lambda site: [sum(isinstance(each, list | fx.Node) for each in site.arguments["index"])],
     "number of outputs": lambda site: [len(site.node.users) - len(_inner_readers(site))],
     "reduced dimension besides those of an averaged image": lambda site: [] if _averaged(site) else _reduced(site),

@@ -15,6 +15,7 @@ from fxquant.analysis.sample import Named, arguments_of, samples_from, yuv_size
 from fxquant.cli.factories import positive, transform_of
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import inputs_of_file
+from fxquant.ir.graph import made_by
 from fxquant.nn.camera import Nv12ToYuv444, rgb_to_nv12
 from fxquant.support.progress import progress
 
@@ -121,15 +122,17 @@ def photographs_in(options: argparse.Namespace) -> list[Path]:
 
 
 def camera_batches(options: argparse.Namespace, model: fx.GraphModule) -> list[Any]:
-    """Return the photographs in --images as batches of an integer model that takes YUV less 128, float32 (N, 3, H, W), through NV12."""
+    """Return the photographs in --images as batches for `with_camera`'s models, float32 (N, 3, H, W): YUV of NV12, or colours, less 128."""
     image, *others = model.graph.find_nodes(op="placeholder")
-    size = None if others or getattr(options, "camera", None) in ("rgb", "bgr") else yuv_size(model, image)
+    size = None if others else yuv_size(model, image)
     if size is None:
-        because = "photographs become NV12, and its input is not a camera's YUV less 128 of even sizes"
+        because = "photographs become a camera's images, and its input is not YUV or colours less 128 of even sizes"
         remedy = "export it with --camera and --train-type, and verify the camera.fxq of that folder; or give --data"
         raise ConfigurationError("--images mean nothing to this model", because=because, remedy=remedy)
-    pixels = _read(photographs_in(options), Preprocessing(size, 0, (0.0,) * 3, (1 / 255,) * 3, False), MOST)
-    return list(Nv12ToYuv444(centred=True)(*rgb_to_nv12(pixels.round().to(torch.uint8))).split(options.batch_size or 1))
+    swing = next((made_by(node).partition(".")[2] for node in model.graph.nodes if made_by(node).startswith("with_camera.")), "full")
+    pixels = _read(photographs_in(options), Preprocessing(size, 0, (0.0,) * 3, (1 / 255,) * 3, swing == "bgr"), MOST).round()
+    images = pixels - 128 if swing in ("rgb", "bgr") else Nv12ToYuv444(centred=True)(*rgb_to_nv12(pixels.to(torch.uint8)))
+    return list(images.split(options.batch_size or 1))
 
 
 def preprocessing(options: argparse.Namespace, model: nn.Module, stated: bool) -> Callable[[Any], Tensor]:

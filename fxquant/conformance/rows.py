@@ -231,6 +231,7 @@ PLACES = (
     unary("bilinear, pool", lambda x: F.max_pool2d(F.interpolate(x, scale_factor=2, mode="bilinear"), 2)),
     unary("pad", lambda x: F.pad(x, (1, 2, 3, 0))),
     Row("pad, conv", lambda m, x, y: m["c"](F.pad(x, (0, 1, 0, 1))), conv(8, 3, 2)),
+    Row("pad, conv of a sequence", lambda m, x, y: m["c"](F.pad(x.flatten(2), (2, 0))), lambda: {"c": nn.Conv1d(CHANNELS, 8, 3)}),
     unary("slice of channels", lambda x: x[:, 2:6]),
     unary("slice with steps", lambda x: x[:, :, ::2, 1::2]),
     unary("split", lambda x: torch.cat(torch.split(x, 4, 1)[::-1], 1)),

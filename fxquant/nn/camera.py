@@ -246,7 +246,7 @@ def with_camera(
             if node.op == "get_attr":
                 attach(result, node.target, resolve(front, node.target))
             else:
-                describe(copies[node], replace(fact(node), shape=shape), source(first), module_path(first), "with_camera")
+                describe(copies[node], replace(fact(node), shape=shape), source(first), module_path(first), f"with_camera.{swing}")
             if node.name == first.name:
                 copies[first] = copies[node]
     for node in integer.graph.nodes:

@@ -25,6 +25,7 @@ from fxquant.remedies.rewriting import Rewriting, even, remedy
 
 PLAIN = "conv1d conv2d conv3d"
 REVERSED = "conv_transpose1d conv_transpose2d conv_transpose3d"
+BETWEEN = "padding that is not a multiple of half the stride"
 INPUTS = ("channels", "channels of a kernel without groups", "weights for one output channel")
 
 
@@ -107,13 +108,28 @@ def residual_after(b: Rewriting) -> fx.Node | None:
     return b(add, b.again(**_attributes(b), dtype=b.partial, residual=None, clamp=None), b.arguments["residual"], clamp=b.clamp)
 
 
+@remedy("cropped", "conv_transpose1d conv_transpose2d", BETWEEN, "padding beyond kernel / stride", "padding beyond (kernel - 1) / 2")
+def cropped(b: Rewriting) -> fx.Node | None:
+    """Compute the elements that padding leaves out, and leave them out afterwards; the integers are unchanged."""
+    if b.arguments.get("residual") is not None:
+        return residual_after(b)
+    attributes, outputs = _attributes(b), b.result[2:]
+    if not all(isinstance(size, int) for size in outputs):
+        return None
+    extra = [max(more - left, 0) for more, left in zip(attributes["output_padding"], attributes["padding"], strict=True)]
+    result = b.again(**{**attributes, "padding": [0] * len(outputs), "output_padding": extra})
+    for dim, (left, size) in enumerate(zip(attributes["padding"], outputs, strict=True), 2):
+        result = b.cut(result, dim, left, left + size)
+    return result
+
+
 @remedy("with its limits after it", "*", "bounds")
 def limits_after(b: Rewriting) -> fx.Node | None:
     """Move the fused clamp into a separate operator, which can then run elsewhere."""
     return None if b.clamp is None else b(clamp, b.again(clamp=None), *b.clamp)
 
 
-@remedy("as a 1×1 convolution", "linear", None, "bits")
+@remedy("as a 1×1 convolution", "linear", "area of an image that is flattened before it", "bits")
 def as_convolution(b: Rewriting) -> fx.Node | None:
     """Compute the sums by a convolution: features are channels, and rows positions. A flattened image before it is used directly."""
     weight, bias = b.arguments["weight"], b.arguments["bias"]

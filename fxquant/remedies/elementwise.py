@@ -5,31 +5,23 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.nn import functional as F
 
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.ops.core.composite import REQUANTIZE
 from fxquant.ops.core.declare import are_fixed, known_sizes
 from fxquant.ops.core.record import BY_NAME
 from fxquant.ops.core.weighted import channel_weight, sizes
-from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.comparison import maximum
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.convolution import conv2d, conv_transpose2d
-from fxquant.ops.movement.pad import OUTSIDE, margins_of
+from fxquant.ops.movement.pad import OUTSIDE, margins_of, pad
 from fxquant.ops.movement.repeating import expand
 from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.ops.pooling.pool import avg_pool1d, avg_pool2d
+from fxquant.ops.sampling.resize import interpolate
 from fxquant.remedies.pooling import window
 from fxquant.remedies.rewriting import Rewriting, is_activation, remedy
-
-
-@remedy("as a product", "div", None)
-def as_product(b: Rewriting) -> fx.Node | None:
-    """Replace a division by a number with a multiplication by its reciprocal."""
-    other = b.arguments["other"]
-    return b(mul, b.input, 1.0 / other, clamp=b.clamp) if isinstance(other, int | float) else None
 
 
 @remedy("as a depthwise convolution", "add sub mul", "number of constant operands")
@@ -91,13 +83,20 @@ def selected(b: Rewriting) -> fx.Node | None:
 
 
 @remedy("in two dimensions", "conv_transpose1d avg_pool1d", None)
+@remedy("in two dimensions", "pad interpolate", "rank")
 def lifted(b: Rewriting) -> fx.Node | None:
-    """Compute an operator on (N, C, L) as one on images (N, C, 1, L)."""
+    """Compute an operator on (N, C, L) as one on images (N, C, 1, L); a pad of C and L on images (N, 1, C, L)."""
     shape = b.shape
-    if len(shape) != 3:
+    if len(shape) != 3 or len(b.arguments.get("padding") or ()) > 4:
         return None
-    image = b(reshape, b.input, numbers([*shape[:2], 1, shape[2]]))
-    if b.operator.function is avg_pool1d:
+    place = 1 if b.operator.function is pad and len(b.arguments["padding"]) > 2 else 2
+    image = b(reshape, b.input, numbers([*shape[:place], 1, *shape[place:]]))
+    if b.operator.function is pad:
+        result = b.again(input=image)
+    elif b.operator.function is interpolate:
+        resized = {name: [1, *value] for name in ("size", "scale_factor") if (value := b.arguments[name]) is not None}
+        result = b.again(input=image, mode=b.arguments["mode"].replace("linear", "bilinear"), **resized)
+    elif b.operator.function is avg_pool1d:
         (kernel,), (stride,), (padding,) = window(b, 1)
         counted = b.arguments["count_include_pad"]
         result = b(avg_pool2d, image, [1, kernel], [1, stride], [0, padding], b.arguments["ceil_mode"], counted, clamp=b.clamp)
@@ -136,22 +135,6 @@ def narrow_before(b: Rewriting) -> fx.Node | None:
     return b(REQUANTIZE.function, b.again(dtype="int8"), dtype=b.dtype)
 
 
-# ---- activations without a table, by relu, relu6, sums and products --------------------------------------------------
-@remedy("of relu6", "hardsigmoid hardswish", None)
-def of_relu6(b: Rewriting) -> fx.Node | None:
-    """Return relu6(x + 3) / 6, and for hardswish times x."""
-    gate = b(add, b.input, 3.0, clamp=(0.0, 6.0))
-    return b(mul, gate if b.operator.function is F.hardsigmoid else b(mul, b.input, gate), 1 / 6)
-
-
-@remedy("of relu", "leaky_relu abs", None)
-def of_relu(b: Rewriting) -> fx.Node | None:
-    """Return relu(x) - slope · relu(-x), with a slope of -1 for abs."""
-    slope = -1.0 if b.operator.function is torch.abs else float(b.arguments["negative_slope"])
-    below = b(mul, b.input, -1.0, clamp=(0.0, None))
-    return b(sub, b(clamp, b.input, 0.0, None), below, slope)
-
-
 @remedy("of relu", "maximum minimum", None)
 def of_difference(b: Rewriting) -> fx.Node | None:
     """Return relu(x - y) + y, or x - relu(x - y)."""
@@ -160,9 +143,3 @@ def of_difference(b: Rewriting) -> fx.Node | None:
         return None
     above = b(sub, left, right, clamp=(0.0, None))
     return b(add, above, right) if b.operator.function is maximum else b(sub, left, above)
-
-
-@remedy("as a product", "square", None)
-def of_itself(b: Rewriting) -> fx.Node | None:
-    """Return x · x."""
-    return b(mul, b.input, b.input)

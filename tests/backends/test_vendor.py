@@ -129,6 +129,39 @@ def test_channel_shuffles_and_layers_of_sequences_are_one_program(network: nn.Mo
     assert not [layer for layer in costs.layers if "Transpose" in layer.layer and "LayoutConvert" not in layer.layer]
 
 
+OTHERWISE: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "a stride that padding does not halve": (nn.Sequential(nn.ConvTranspose2d(8, 8, 8, 4, 1), nn.ReLU()), (8, 6, 6)),
+    "a shuffle of pixels": (nn.Sequential(nn.Conv2d(8, 16, 3), nn.PixelShuffle(2), nn.PixelUnshuffle(2), nn.Conv2d(16, 4, 1)), (8, 8, 8)),
+    "a sequence, transposed": (nn.Sequential(nn.ConvTranspose1d(8, 8, 7, 3, 1, 1, 8), nn.MaxPool1d(2), nn.Conv1d(8, 8, 3)), (8, 24)),
+    "a sequence, padded and resized": (
+        nn.Sequential(nn.Conv1d(8, 8, 3), nn.Upsample(scale_factor=2, mode="linear"), nn.ConstantPad1d((2, 1), 0.0), nn.ReLU()), (8, 24),
+    ),
+    "a sequence, dilated, of 16 bits": (nn.Conv1d(8, 16, 2, dilation=2), (8, 24)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "target"), [*((name, "bayes-e") for name in OTHERWISE), *((n, "bernoulli2") for n in [*OTHERWISE][:2])])
+def test_what_the_compiler_computes_otherwise_is_written_otherwise(name: str, target: str, tmp_path: Path) -> None:
+    model, shape = OTHERWISE[name]
+    x = [torch.randn(2, *shape) for _ in range(2)]
+    assert fxq.check(model, x[0], target), "its remedy is applied without the option adapt"
+    integer = fxq.quantize(model.eval(), x, target).integer
+    assert len(programs(integer, verified(integer, tmp_path, x)[1])) == 1
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
+def test_steps_of_32_bits_are_those_of_the_chip(target: str, tmp_path: Path) -> None:
+    layer = nn.Conv2d(8, 4, 3)
+    with torch.no_grad():
+        layer.weight[1:3] *= torch.tensor([1e-6, 3e-5]).view(2, 1, 1, 1)
+    x = [batch / 100 for batch in batches()]
+    integer = fxq.quantize(nn.Sequential(layer).eval(), x, target).integer
+    (end,) = [layer.grid for layer in fxq.inspect.layers(integer) if layer.grid is not None and layer.grid.dtype == "int32"]
+    assert sorted(end.scale)[1] < 2**-23 * 1.00001, "the step of two channels is the least"
+    assert min(end.scale) >= 2**-23
+    verified(integer, tmp_path, x)
+
+
 @pytest.mark.parametrize("size", [8, 28])
 def test_a_mean_over_an_image_is_computed_in_steps_on_bernoulli2(size: int, tmp_path: Path) -> None:
     images = [torch.randn(2, 8, size, size) for _ in range(2)]

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends.onnx import runtime
-from fxquant.cli.photographs import PAD, Preprocessing, samples_of
+from fxquant.cli.photographs import PAD, Preprocessing, camera_batches, samples_of
 from tests.cli.test_cli import called
 from tests.shared.networks import members
 from tests.shared.programs import program
@@ -262,6 +262,13 @@ def test_a_detectors_file_and_a_folder_of_pictures_become_a_model_of_a_camera(ca
     assert called(capsys, "export", "camera.fxq", "--onnx", "camera.onnx")[0] == 0
     status, shown, _ = called(capsys, "verify", "camera.fxq", "camera.onnx", "--images", one, "photos/2")
     assert (status, "4 of 4 photographs in photos" in shown) == (0, True)
+    for swing in ("rgb", "bgr"):
+        colours = fxq.board.with_camera(fxq.load("quantized/integer.fxq"), std=(255,) * 3, swing=swing)
+        options = argparse.Namespace(images=[Path(one)], data=None, batch_size=1)
+        (image,) = camera_batches(options, fxq.load(fxq.save(colours, f"{swing}.fxq")))
+        pixels = Preprocessing((8, 8), 0, (128 / 255,) * 3, (1 / 255,) * 3, swing == "bgr")(Image.open(one).convert("RGB"))
+        assert torch.equal(image[0], pixels.round())
+    capsys.readouterr()
     assert_refused(called(capsys, "verify", "quantized/integer.fxq", "camera.onnx", "--images", one), "--images mean nothing to this model")
     assert_refused(
         called(capsys, *usual, "--cut", "/stem", "--images", one), "there is no such node in it: /stem", "/boxes/Conv, /classes/Conv"

@@ -43,6 +43,11 @@ class Call:
 
     by_layers: ClassVar[bool] = False  # whether what is computed as a layer with one weight is written as one, and averages as means
 
+    @property
+    def images_alone(self) -> bool:
+        """Whether every tensor is an image, of a batch of one."""
+        return False
+
     def as_convolution(self) -> bool:
         """Return whether a layer with a weight is written as a two-dimensional convolution, whatever it is."""
         return False

@@ -334,13 +334,16 @@ def _lift(layer: LayerSum, bias: Tensor | None, steps: tuple[Tensor, ...], to: Q
 
 
 def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, residual: Quantized | None) -> Tensor | None:
-    """Return the lower limit of the weight's scales at which bias and residual, in steps of the sum, leave the sum room, or None."""
+    """Return the lower limit of the weight's scales, or None: bias and residual leave the sum room, and a sum's step has its least size."""
     scales = []
     if bias is not None:
         scales.append(grids.least_scale_for_bias(bias, input.scale, grids.bias_limit(input.dtype, lowering.weight.dtype)))
     if residual is not None and not requantizes_residuals(lowering):
         limit = (accumulator_limit(lowering) + 1) // 2
         scales.append(grids.least_scale_for_residual(residual.scale, residual.grid.magnitude, input.scale, limit))
+    if lowering.arithmetic.float32_steps and lowering.output is not None and lowering.output.dtype == INT32:
+        # The chip raises the step of such a sum to 2^-23; on a raised scale the weight is rounded for the step that it has there.
+        scales.append((grids.FLOAT32_EPSILON * (1 + 2.0**-20) / input.scale.detach().double()).float())
     return functools.reduce(torch.maximum, scales) if scales else None
 
 
