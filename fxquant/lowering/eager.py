@@ -225,8 +225,10 @@ class FusedLowering(EagerLowering):
         if not isinstance(accumulator, fused_elementwise.Deferred | Tensor) or not _has_passes(self.arithmetic) or not self._fuses(to):
             return None
         join = fused_elementwise.join_of(accumulator)
+        if join is None:
+            return None
         step = end.ratio.approximate()
-        if join is None or (step.requires_grad and torch.is_grad_enabled()) or step.numel() not in (1, join.columns if join.each else 1):
+        if (step.requires_grad and torch.is_grad_enabled()) or step.numel() not in (1, join.columns if join.each else 1):
             return None
         step = step.detach().flatten()
 
@@ -359,5 +361,5 @@ class FusedLowering(EagerLowering):
 def _sums_by_sign(rows: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     """Return the sums of the positive, and of the negative weights in the last dimension, float64; none is above `largest`."""
     dtype = torch.float64 if rows.shape[-1] * largest >= FLOAT32_EXACT else torch.float32
-    total, signed = torch.linalg.vector_norm(rows, 1, -1, dtype=dtype).double(), rows.sum(-1, dtype=dtype).double()
+    total, signed = rows.abs().sum(-1, dtype=dtype).double(), rows.sum(-1, dtype=dtype).double()
     return (total + signed) / 2, (total - signed) / 2

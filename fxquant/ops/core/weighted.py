@@ -385,7 +385,7 @@ def _live(layer: LayerSum, batch_norm: BatchNorm, gain: Tensor, bias: Tensor | N
     count = sums.numel() // sums.shape[axis]
     check_statistics(lowering, count)
     one = weight.scale.numel() == 1
-    alive = torch.ones_like(weight.own) if one else weight.integers.detach().flatten(1).abs().amax(1) > 0
+    alive = torch.ones_like(weight.own) if one else weight.total > 0
     usable = weight.own & alive & (weight.scale > SMALLEST_SCALE)
     statistics: fused_layers.Collected | None = None
     form = form_of(sums, layer.product.trailing) if fused_layers.plain(sums, dtypes=(torch.float32, torch.float64)) else None
