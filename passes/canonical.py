@@ -146,7 +146,7 @@ class _Made:
 
     def _readers(self, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
         """Return what reads a made tensor: where a batch of 1 is enough, where it needs the batch's size, and layers of constants alone."""
-        added, joined, layers = [], [], list[fx.Node]()
+        added, joined, layers = list[fx.Node](), list[fx.Node](), list[fx.Node]()
         for reader in list(node.users):
             if reader in self.values or reader.op == "output" or not isinstance(facts.fact(reader), TensorFact):
                 continue
@@ -167,7 +167,7 @@ class _Made:
             self.rows[reader] = layer_fact, [*sizes[:1], *layer_fact.shape[1:]]
             facts.set_fact(reader, replace(layer_fact, shape=(1, *layer_fact.shape[1:])))
         if joined and any(isinstance(size, BatchDim) for size in node_fact.shape):
-            sizes = [facts.size_node(*size, node) if isinstance(size, tuple) else size for size in sizes]
+            sizes = [facts.size_node(size[0], size[1], node) if isinstance(size, tuple) else size for size in sizes]
             with self.gm.graph.inserting_before(node):
                 repeated = facts.inherit(self.gm.graph.call_function(expand, (constant, sizes)), node, "canonical.rewrite")
             facts.set_fact(repeated, node_fact)
