@@ -228,7 +228,10 @@ class FloatOutputs:
     def wanted(self) -> list[list[Tensor]]:
         """The parts of the outputs of each chunk in float, computed when they are first asked for."""
         with torch.no_grad():
-            return [self.apart(self.float_form(chunk)) for chunk in self.chunks]
+            outputs = [self.float_form(chunk) for chunk in self.chunks]
+        if self.parts is not None and len({len(self.apart(each)) for each in outputs}) > 1:  # sizes of parts vary: outputs are whole
+            self.parts.labels = [torch.zeros(0, device="cpu") for _ in self.parts.labels]
+        return [self.apart(each) for each in outputs]
 
     def apart(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the parts of floating-point outputs."""

@@ -87,7 +87,8 @@ def selected(b: Rewriting) -> fx.Node | None:
 def lifted(b: Rewriting) -> fx.Node | None:
     """Compute an operator on (N, C, L) as one on images (N, C, 1, L); a pad of C and L on images (N, 1, C, L)."""
     shape = b.shape
-    if len(shape) != 3 or len(b.arguments.get("padding") or ()) > 4:
+    padding = b.arguments.get("padding")
+    if len(shape) != 3 or (isinstance(padding, list | tuple) and len(padding) > 4):
         return None
     place = 1 if b.operator.function is pad and len(b.arguments["padding"]) > 2 else 2
     image = b(reshape, b.input, numbers([*shape[:place], 1, *shape[place:]]))

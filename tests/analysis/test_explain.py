@@ -80,7 +80,7 @@ def test_the_reason_for_what_was_written_or_for_what_follows(name: str) -> None:
 
 def test_an_int32_output_is_not_computed_with() -> None:
     qconfig = fxq.QConfigMapping().set_module_name("conv", fxq.QConfig(fxq.ActivationConfig("int32"))).set_module_name("sigmoid", None)
-    gm = fxq.prepare(written(lambda x: (x * 2).sigmoid()), example(), qconfig=qconfig, until="specs.annotate")
+    gm = fxq.prepare(written(lambda x: (x * x).sigmoid()), example(), qconfig=qconfig, until="specs.annotate")
     assert [layer.reason for layer in left_in_float(layers(gm))] == [
         "the 32-bit output of %conv is not read by another integer operator",
         "the qconfig keeps it in float",
