@@ -5,7 +5,6 @@ are not changed: products and sums are computed from them in every state, and al
 of twice, and an addition after it can be done in the accumulator.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,8 @@ from fxquant.ir import graph as facts
 from fxquant.ir.graph import TensorFact
 from fxquant.ops import Trait, calls, operator_of
 from fxquant.ops.core.weighted import bias_of_inputs, increased_bias, multiplied_bias, multiplied_inputs, multiplied_weight
-from fxquant.ops.elementwise.arithmetic import add, div, mul, sub
-from fxquant.ops.layers.linear import linear, matmul
+from fxquant.ops.elementwise.arithmetic import add, mul, sub
+from fxquant.ops.layers.linear import linear
 from fxquant.ops.movement.shape import permute
 from fxquant.ops.reduction.moments import scale_channels
 from fxquant.passes.rewriting import Fusion, apart, decide
@@ -26,7 +25,7 @@ from fxquant.pipeline import Context
 
 def fold(gm: fx.GraphModule, context: Context) -> int:
     """Fold every factor and term for each channel into the layer before it, or the linear layers after it, where layers can absorb it."""
-    return LayerScale(gm, context).run() + NormScale(gm, context).run() + Number(gm, context).run()
+    return LayerScale(gm, context).run() + NormScale(gm, context).run()
 
 
 class LayerScale(Fusion):
@@ -157,61 +156,6 @@ class NormScale(Fusion):
         layer.target, layer.args = node.target, node.args
         facts.absorb(layer, node)
         return layer
-
-
-class Number(Fusion):
-    """A number that multiplies or divides scores is multiplied into the layer that computes one of their two matrices.
-
-    Moves may stand between them, and the number may stand before the product. The scores are then rounded once instead of twice.
-    """
-
-    before = """
-        %l = linear(%x, %w, %b)
-        %s = matmul(%l, %k)
-        %y = mul(%s, 0.5)
-        return %y
-    """
-    after = """
-        %weight = mul(%w, 0.5)
-        %bias = mul(%b, 0.5)
-        %l = linear(%x, %weight, %bias)
-        %s = matmul(%l, %k)
-        return %s
-    """
-    verb = "folded"
-
-    def match(self, node: fx.Node) -> list[fx.Node] | None:
-        number = node.args[1] if calls(node, mul) or calls(node, div) else None
-        usable = isinstance(number, int | float) and number and math.isfinite(number) and not facts.ties(node)
-        return [node.args[0]] if usable and _scaled(node.args[0]) else None  # type: ignore[list-item]
-
-    def reject(self, layer: fx.Node, node: fx.Node) -> str | None:
-        way, demand = _scaled(layer), facts.stated_demand(node)
-        for each in way:
-            if len(each.users) > 1 or each.kwargs or facts.ties(each) or facts.is_detached(each) != facts.is_detached(node):
-                return f"%{each.name} has other users, fused parts, a grid of its composite, or other gradients"
-            if (because := apart(each, node)) is not None:
-                return because
-        if facts.stated_demand(next(each for each in way if calls(each, matmul) or each is way[-1])) != demand:
-            return f"the grid of %{node.name} is another one"
-        computed = [each for each in way[-1].args[1:3] if isinstance(each, fx.Node) and not facts.is_parameter(each)]
-        return f"%{way[-1].name} computes its parameters, or stays in float" if computed or decide(way[-1]).config is None else None
-
-    def merge(self, layer: fx.Node, node: fx.Node) -> fx.Node:
-        first, number = _scaled(layer)[-1], node.args[1]
-        new = [each if each is None else _computed(first, node.target, each, number) for each in first.args[1:3]]  # type: ignore[arg-type]
-        first.args = (first.args[0], *new, *first.args[3:])
-        facts.absorb(layer, node)
-        return layer
-
-
-def _scaled(node: Any) -> list[fx.Node]:
-    """Return the nodes from a tensor back to the layer that a factor of it can be multiplied into; empty where there is none."""
-    record = operator_of(node) if isinstance(node, fx.Node) and not facts.is_parameter(node) else None
-    if record is None or Trait.OUTPUTS_FIRST in record.traits:
-        return [] if record is None else [node]
-    operands = node.args[: 2 if record.function is matmul else int(Trait.VIEWS in record.traits)]
-    return next(([node, *way] for way in map(_scaled, operands) if way), [])
 
 
 def _way_from_layer(node: fx.Node) -> list[fx.Node]:

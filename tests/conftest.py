@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fxquant import support
+from fxquant.backends.onnx import runtime
 from fxquant.kernels import runner
 from fxquant.quantization.spec import ActivationConfig
 
@@ -108,6 +109,12 @@ def default_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 Golden = Callable[[str, str], None]
+
+
+@pytest.fixture
+def with_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let weights have the scales of a processor whose kernels add no products two by two."""
+    monkeypatch.setattr(runtime, "adds_pairs", lambda: False)
 
 
 @pytest.fixture

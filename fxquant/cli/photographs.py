@@ -15,8 +15,7 @@ from fxquant.analysis.sample import Named, arguments_of, samples_from, yuv_size
 from fxquant.cli.factories import positive, transform_of
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import inputs_of_file
-from fxquant.ir.graph import made_by
-from fxquant.nn.camera import Nv12ToYuv444, rgb_to_nv12
+from fxquant.nn.camera import Nv12ToYuv444, rgb_to_nv12, swing_of
 from fxquant.support.progress import progress
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
@@ -129,7 +128,7 @@ def camera_batches(options: argparse.Namespace, model: fx.GraphModule) -> list[A
         because = "photographs become a camera's images, and its input is not YUV or colours less 128 of even sizes"
         remedy = "export it with --camera and --train-type, and verify the camera.fxq of that folder; or give --data"
         raise ConfigurationError("--images mean nothing to this model", because=because, remedy=remedy)
-    swing = next((made_by(node).partition(".")[2] for node in model.graph.nodes if made_by(node).startswith("with_camera.")), "full")
+    swing = swing_of(model)
     pixels = _read(photographs_in(options), Preprocessing(size, 0, (0.0,) * 3, (1 / 255,) * 3, swing == "bgr"), MOST).round()
     images = pixels - 128 if swing in ("rgb", "bgr") else Nv12ToYuv444(centred=True)(*rgb_to_nv12(pixels.to(torch.uint8)))
     return list(images.split(options.batch_size or 1))

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fxquant.api.preparing import convert, prepare
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import attach, describe, fact, module_path, resolve, source
+from fxquant.ir.graph import attach, describe, fact, made_by, module_path, resolve, source
 from fxquant.ir.integer import Operation, Reference, qparams, set_operation
 from fxquant.ir.model import replace_graph
 from fxquant.prepared.stage import require_integer
@@ -262,3 +262,8 @@ def _is_image(node: fx.Node, channels: int) -> bool:
     grids = [qparams(user) for user in node.users]
     shape: tuple[Any, ...] = getattr(fact(node), "shape", ())
     return len(shape) == 4 and shape[1] == channels and len(grids) == 1 and grids[0] is not None and grids[0].dtype == "int8"
+
+
+def swing_of(model: fx.GraphModule) -> str:
+    """Return the `swing` with which `with_camera` made a model; "full" for any other model."""
+    return next((made_by(node).partition(".")[2] for node in model.graph.nodes if made_by(node).startswith("with_camera.")), "full")

@@ -90,7 +90,7 @@ def lifted(b: Rewriting) -> fx.Node | None:
     padding = b.arguments.get("padding")
     if len(shape) != 3 or (isinstance(padding, list | tuple) and len(padding) > 4):
         return None
-    place = 1 if b.operator.function is pad and len(b.arguments["padding"]) > 2 else 2
+    place = 1 if b.operator.function is pad and isinstance(padding, list | tuple) and len(padding) > 2 else 2
     image = b(reshape, b.input, numbers([*shape[:place], 1, *shape[place:]]))
     if b.operator.function is pad:
         result = b.again(input=image)

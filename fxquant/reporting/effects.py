@@ -142,6 +142,8 @@ class Effects:
             return self.others[name].to(value.dtype) if isinstance(value, Tensor) else value
 
         self._run((*read, reference), see)
+        if self.others[reference].shape != float_values[0].shape:  # of all steps of a loop, of which one is seen
+            return None
         error = torch.nan_to_num(self.others[reference].double() - float_values[0].double(), nan=0.0, posinf=0.0, neginf=0.0)
         signal = torch.nan_to_num(float_values[0].double(), nan=0.0, posinf=0.0, neginf=0.0)
         return Inside(float(error.square().sum()), float(signal.square().sum()), self.of_errors({reference: error}), self._constants(names))

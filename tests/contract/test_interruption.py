@@ -59,7 +59,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
 
 @pytest.fixture(scope="module")
 def result() -> fxq.results.Result:
-    return fxq.quantize(FLOAT, BATCHES, "nash-e")
+    return fxq.quantize(FLOAT, BATCHES, "nash-e", options=fxq.Options(correct_bias=False, choose_ranges=False))
 
 
 def bits(prepared: nn.Module) -> dict[str, Tensor]:

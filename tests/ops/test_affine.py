@@ -28,7 +28,7 @@ from tests.shared.contract import compiled, graph_values
 from tests.shared.drawn import float32
 from tests.shared.networks import descend, members, to_train, to_validate
 
-pytestmark = pytest.mark.usefixtures("default_outputs")
+pytestmark = pytest.mark.usefixtures("default_outputs", "with_vnni")
 
 EXACT = settings(deadline=None, derandomize=True, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 

@@ -95,10 +95,9 @@ def test_a_tensor_is_brought_to_another_scale_by_a_layer_on_bernoulli2() -> None
 
 
 @pytest.mark.parametrize(("factor", "by_layer"), [(1.0, True), (0.02, True), (60.0, True), (2.0**-10, False), (2.0**10, False)])
-@pytest.mark.parametrize("shape", [(4, 3, 4, 4), (16, 6)], ids=["images", "vectors"])
-def test_tensors_are_added_by_a_layer_on_bernoulli2_unless_one_vanishes(shape: tuple[int, ...], factor: float, by_layer: bool) -> None:
+def test_images_are_added_by_a_layer_on_bernoulli2_unless_one_vanishes(factor: float, by_layer: bool) -> None:
     torch.manual_seed(3)
-    x, y = torch.randn(shape), factor * torch.randn(shape)
+    x, y = torch.randn(4, 3, 4, 4), factor * torch.randn(4, 3, 4, 4)
     _, integer = contract.compiled(written(lambda m, x, y: torch.relu(x + y)), [(x, y)], "bernoulli2", choose_ranges=False)
     added = [node for node in integer.graph.nodes if node.target in (accumulate.add_residual, elementwise.add)]
     assert [node.target is accumulate.add_residual for node in added] == [by_layer]

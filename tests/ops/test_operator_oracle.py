@@ -441,6 +441,7 @@ def result_nodes(integer: fx.GraphModule) -> list[fx.Node]:
     return [node.args[0] for node in dequantized]
 
 
+@pytest.mark.usefixtures("with_vnni")
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("number", range(len(FORMATS)), ids=lambda number: str(FORMATS[number]))
 def test_every_operator_is_the_oracles(number: int) -> None:

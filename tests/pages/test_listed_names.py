@@ -20,7 +20,6 @@ WORDS = {
     # methods of tensors and functions of PyTorch, in graphs that are not canonical yet
     ("fxquant.frontend.written_out", "batch_norm"),
     ("fxquant.frontend.written_out", "div"),
-    ("fxquant.ops.core.casting", "add"),
     ("fxquant.passes.floating", "div"),
     ("fxquant.passes.floating", "softmax"),
     ("fxquant.ops.core.places", "view"),

@@ -14,7 +14,7 @@ from fxquant import backends, passes
 from fxquant.api import preparing
 from fxquant.passes.activation import Clamp
 from fxquant.passes.batchnorm import BatchNorm
-from fxquant.passes.layerscale import LayerScale, NormScale, Number
+from fxquant.passes.layerscale import LayerScale, NormScale
 from fxquant.passes.padding import Padding
 from fxquant.passes.residual import Residual
 from fxquant.passes.rewriting import Fusion
@@ -26,10 +26,10 @@ from tests.shared.networks import Network, members
 
 Shapes = dict[str, tuple[int, ...]]
 IMAGE, KERNEL = (2, 4, 8, 8), (4, 4, 1, 1)
-FUSIONS = (BatchNorm, Clamp, LayerScale, NormScale, Number, Padding, Residual)
+FUSIONS = (BatchNorm, Clamp, LayerScale, NormScale, Padding, Residual)
 INPUTS = {key: {"x": IMAGE} for key in FUSIONS} | {Residual: {"x": IMAGE, "r": IMAGE}}
-INPUTS |= {LayerScale: {"x": (2, 4)}, NormScale: {"x": (2, 4), "r": (2, 4)}, Number: {"x": (4, 4), "k": (4, 4)}}
-HELD = {key: {name: (4,) for name in "bgt"} | {"w": (4, 4) if key in (LayerScale, NormScale, Number) else KERNEL} for key in FUSIONS}
+INPUTS |= {LayerScale: {"x": (2, 4)}, NormScale: {"x": (2, 4), "r": (2, 4)}}
+HELD = {key: {name: (4,) for name in "bgt"} | {"w": (4, 4) if key in (LayerScale, NormScale) else KERNEL} for key in FUSIONS}
 BATCHES = torch.randn(12, 3, 6, 6, generator=torch.Generator().manual_seed(1)).split(8)
 
 
@@ -98,21 +98,6 @@ def test_zeros_before_convolutions_are_their_padding_with_equal_bits(
     _, apart = compiled(network, images, target)
     assert "pad(" in fxq.text(apart)
     assert torch.equal(apart(images[1]), integer(images[1]))
-
-
-# ---- a factor of scores: it is that of the layer which computes the query ---------------------------------------------
-def scores(m: Any, x: Tensor) -> Any:
-    q, k = (part(x.flatten(2).transpose(1, 2)).unflatten(2, (2, 4)).transpose(1, 2) for part in (m.q, m.k))
-    return torch.softmax(q @ k.transpose(2, 3) / 2, -1) if m.once else (torch.softmax(q @ k.transpose(2, 3) / 2, -1), q)
-
-
-@pytest.mark.parametrize("once", [True, False])
-def test_the_factor_of_scores_is_folded_where_they_alone_read_the_query(once: bool, tmp_path: Path) -> None:
-    network = Network(scores, q=nn.Linear(3, 8), k=nn.Linear(3, 8)).eval()
-    network.once = once
-    prepared, integer = compiled(network, [*BATCHES], "bayes-e")
-    assert ("div(%matmul" in fxq.text(prepared)) is not once
-    contract.assert_contract(prepared, tmp_path / "model.onnx", BATCHES[0], integer=integer)
 
 
 APART = {

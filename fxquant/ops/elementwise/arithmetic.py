@@ -74,8 +74,7 @@ def _channels_of(input: Operand, other: Operand) -> tuple[Quantized, Tensor, int
 def _is_layer(lowering: Lowering, input: Operand, other: Operand, alpha: float) -> bool:
     """Return whether a sum is a layer with the weight `alpha`, to whose accumulator the first operand is added: of bytes of one shape."""
     arithmetic = lowering.arithmetic
-    ranks = (2, IMAGE) if arithmetic.rescales_by_layers and alpha == 1 else (IMAGE,)
-    if not isinstance(input, Quantized) or not isinstance(other, Quantized) or input.shape != other.shape or len(input.shape) not in ranks:
+    if not isinstance(input, Quantized) or not isinstance(other, Quantized) or input.shape != other.shape or len(input.shape) != IMAGE:
         return False
     if not arithmetic.multiplies_by_layers or any(dtype.bits > 8 for dtype in (input.dtype, other.dtype, lowering.output.dtype)):
         return False
@@ -114,11 +113,9 @@ def _onnx_add(c: Call) -> str:
     if layer is not None and c.by_layers and numbers and len(c.operand_shape) == 4:
         return _onnx_number_layer(c, c["alpha"])
     if layer is not None and c.by_layers and not numbers and c["alpha"] == 1:
-        channels, vector = int(c.operand_shape[1]), len(c.operand_shape) == 2  # type: ignore[arg-type]
-        weight = torch.ones((channels, 1, 1, 1), dtype=torch.float32, device="cpu")
-        read = [c.do("ToImage", c[role], shape=[1, channels]) if vector else c[role] for role in ("input", "other")]
-        total = c.epilogue(c.do("Add", read[0], c.do("Conv", read[1], c.e.constant(weight), group=channels, kernel_shape=[1, 1])))
-        return c.do("FromImage", total, shape=[1, channels]) if vector else total
+        channels = int(c.operand_shape[1])  # type: ignore[arg-type]
+        weight = c.e.constant(torch.ones((channels, 1, 1, 1), dtype=torch.float32, device="cpu"))
+        return c.epilogue(c.do("Add", c.input, c.do("Conv", c["other"], weight, group=channels, kernel_shape=[1, 1])))
     return c.epilogue(c.do("Add", _term(c), _scaled(c, "other")))
 
 
