@@ -4,7 +4,6 @@
 scale, a `Coverage` of a weight's scale or a `BiasCorrection`, which `lower` reads in every state.
 """
 
-from fxquant.accuracy.batch_norm import reestimate_batch_norm
 from fxquant.accuracy.bias import correct_bias
 from fxquant.accuracy.distill import distill
 from fxquant.accuracy.equalize import equalize
@@ -13,6 +12,5 @@ from fxquant.accuracy.weights import round_weights
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
 
 __all__ = [
-    "AdaptiveRounding", "Nearest", "Rounding", "adaround", "correct_bias", "distill", "equalize", "reconstruct", "reestimate_batch_norm",
-    "round_weights",
+    "AdaptiveRounding", "Nearest", "Rounding", "adaround", "correct_bias", "distill", "equalize", "reconstruct", "round_weights",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from fxquant.ir import graph as facts
 from fxquant.ir.functional import dequant_stub, mark_stub, outside, quant_stub
 from fxquant.ir.graph import BatchDim, TensorFact
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, Trait
-from fxquant.ops.core.casting import MADE, is_broadcast, is_random, made_of_sizes, sizes_of, to_integer, to_real, truncated  # fmt: skip
+from fxquant.ops.core.casting import MADE, is_broadcast, made_of_sizes, sizes_of, to_integer, to_real, truncated  # fmt: skip
 from fxquant.ops.core.composite import QUANTIZE, Builder
 from fxquant.ops.core.places import is_arange
 from fxquant.ops.elementwise.activation import OF_MODULE, dropout
@@ -236,7 +236,7 @@ def _computes_parameter(node: fx.Node) -> bool:
     read = node.all_input_nodes
     if node.op not in ("call_function", "call_method") or not read or not all(map(facts.is_parameter, read)):
         return False
-    return not is_random(node)
+    return not facts.is_random(node)
 
 
 def _pass_by(node: fx.Node, context: Context) -> None:

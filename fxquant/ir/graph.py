@@ -317,6 +317,12 @@ def computes_tensor(node: fx.Node) -> bool:
     return isinstance(node_fact, TensorFact | list | tuple | dict) or (node_fact is None and refusal(node) is not None)  # kept as Python
 
 
+def is_random(node: fx.Node) -> bool:
+    """Return whether a call draws random numbers, in training or always."""
+    packet = getattr(torch.ops.aten, re.sub(r"(?<=dropout)\dd$", "", target_name(node)), None)  # aten has no operator dropout2d
+    return packet is not None and any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads())
+
+
 def is_detached(node: fx.Node) -> bool:
     """Return whether the node is computed without gradients while the prepared model trains; False for a parameter, detached by a node."""
     return bool(node.meta.get("detached")) and not is_parameter(node)

@@ -87,12 +87,13 @@ def selected(b: Rewriting) -> fx.Node | None:
 def lifted(b: Rewriting) -> fx.Node | None:
     """Compute an operator on (N, C, L) as one on images (N, C, 1, L); a pad of C and L on images (N, 1, C, L)."""
     shape = b.shape
-    padding = b.arguments.get("padding")
-    if len(shape) != 3 or (isinstance(padding, list | tuple) and len(padding) > 4):
+    padding: Any = b.arguments.get("padding")
+    is_pad = b.operator.function is pad
+    if len(shape) != 3 or (is_pad and (len(padding) > 4 or b.arguments["mode"] != "constant")):
         return None
-    place = 1 if b.operator.function is pad and isinstance(padding, list | tuple) and len(padding) > 2 else 2
+    place = 1 if is_pad and len(padding) > 2 else 2
     image = b(reshape, b.input, numbers([*shape[:place], 1, *shape[place:]]))
-    if b.operator.function is pad:
+    if is_pad:
         result = b.again(input=image)
     elif b.operator.function is interpolate:
         resized = {name: [1, *value] for name in ("size", "scale_factor") if (value := b.arguments[name]) is not None}

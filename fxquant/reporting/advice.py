@@ -158,8 +158,8 @@ def _batch_norms(effects: Effects, wrong_input: bool) -> Iterator[Advice]:
         far = f"means are {moved.mean:.2g} σ away, and variances {moved.variance:.2g} times"
         cause = f"its running statistics {what}: on these batches {far}"
         cure = (
-            "load the statistics with the weights (running_mean and running_var of the state_dict), or find them: run the float model in "
-            "train mode over some batches, or fxq.tuning.reestimate_batch_norm(prepared, batches)"
+            "load the statistics with the weights (running_mean and running_var of the state_dict), or find them before the model is "
+            "prepared: torch.optim.swa_utils.update_bn(batches, model)"
         )
         yield Advice(name, "batch_norm_statistics", cause, cure, effect, math.inf)
 

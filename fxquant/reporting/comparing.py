@@ -24,7 +24,7 @@ from fxquant.quantization.spec import State
 from fxquant.reporting.advice import Advice, advise, grid_text, held_together, of_parts, quiet_channels
 from fxquant.reporting.effects import Effects, shifted
 from fxquant.reporting.forms import form_of
-from fxquant.reporting.statistics import LayerComparison, Steps, TensorStatistics, drawn, in_decibels, row
+from fxquant.reporting.statistics import LayerComparison, Steps, TensorStatistics, in_decibels, row
 from fxquant.reporting.tensor_rules import Cures, Judged
 from fxquant.reporting.verdict import Verdict, causes_of, verdict_on
 from fxquant.support.arguments import COUNT, FLAG, POSITIVE, Kind, checked, such
@@ -240,7 +240,7 @@ class Comparison(Mapping[str, LayerComparison]):
 
     @checked(writer=WRITER, step=COUNT)
     def write_tensorboard(self, writer: Any, step: int = 0) -> None:
-        """Write a scalar for each figure of each layer, histograms, and the advice, at the global step `step`.
+        """Write a scalar for each figure of each layer, and the advice, at the global step `step`.
 
         `writer` is a SummaryWriter of torch.utils.tensorboard, or anything with its methods.
         """
@@ -249,29 +249,12 @@ class Comparison(Mapping[str, LayerComparison]):
                 value = getattr(layer, figure)
                 if math.isfinite(value):
                     writer.add_scalar(f"{figure}/{layer.name}", value, step)
-            statistics = self.statistics[layer.name]
-            if statistics.steps is not None and statistics.elements:
-                _histogram(writer, layer, statistics, step)
         if self.verdict is not None:
             writer.add_text("verdict", "\n\n".join(self.verdict.lines), step)
         writer.add_text("advice", "\n\n".join(map(str, self.advice)) or "no advice", step)
 
 
 FIGURES = ("sqnr", "own", "cosine", "mse", "steps", "clipped", "zeroed", "reach", "effect")
-
-
-def _histogram(writer: Any, layer: LayerComparison, statistics: TensorStatistics, step: int) -> None:
-    """Write a histogram of the reference within DRAWN ranges of the grid, in the columns of the page."""
-    assert statistics.steps is not None
-    low, high = (end * statistics.steps.scale for end in drawn(statistics.steps))
-    counts = statistics.columns[1:-1]
-    limits = [low + (high - low) * (index + 1) / len(counts) for index in range(len(counts))]
-    number = int(counts.sum())
-    mean = statistics.signal / max(number, 1)
-    writer.add_histogram_raw(
-        f"values/{layer.name}", min=statistics.low, max=statistics.high, num=number, sum=0.0, sum_squares=mean * number,
-        bucket_limits=limits, bucket_counts=counts.tolist(), global_step=step,
-    )  # fmt: skip
 
 
 def _badness(layer: LayerComparison) -> tuple[float, float]:

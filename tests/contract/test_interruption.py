@@ -242,16 +242,13 @@ def test_an_interrupted_trace_leaves_the_model_as_it_was(monkeypatch: pytest.Mon
     assert fxq.prepare(model, BATCHES[0])
 
 
-@pytest.mark.parametrize("method", [fxq.tuning.reestimate_batch_norm, fxq.tuning.equalize])
-def test_a_method_without_a_checkpoint_changes_nothing_when_it_is_interrupted(
-    method: Callable[..., Any], result: fxq.results.Result
-) -> None:
-    prepared = fxq.prepare(FLOAT, BATCHES[0], "nash-e") if method is fxq.tuning.equalize else copy.deepcopy(result.prepared)
+def test_equalization_has_no_checkpoint_and_changes_nothing_when_it_is_interrupted() -> None:
+    prepared = fxq.prepare(FLOAT, BATCHES[0], "nash-e")
     before = bits(prepared)
     with pytest.raises(KeyboardInterrupt):
-        method(prepared, cut_short(BATCHES))
+        fxq.tuning.equalize(prepared, cut_short(BATCHES))
     assert same_state(bits(prepared), before)
-    method(prepared, BATCHES)
+    fxq.tuning.equalize(prepared, BATCHES)
 
 
 # ---- progress ----------------------------------------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ TRACING = "dynamic_shapes leaf preserve training_branch"
 PREPARING = f"{TRACING} batch_norm adapt passes integer_tail debug dump"
 CALIBRATING = "batch_fn distributed equalize round_weights correct_bias choose_ranges"
 TUNING: tuple[Callable[..., Any], ...] = (
-    *(fxq.tuning.correct_bias, fxq.tuning.reestimate_batch_norm, fxq.tuning.round_weights),
+    *(fxq.tuning.correct_bias, fxq.tuning.round_weights),
     *(fxq.tuning.adaround, fxq.tuning.reconstruct, fxq.tuning.distill),
 )
 MODULES = ("board", "errors", "export", "extend", "inspect", "nn", "observers", "primitives", "results", "search", "tuning")

@@ -91,15 +91,6 @@ def test_a_layer_of_positions_is_computed_once_and_trains() -> None:
     assert float(prepared.embedding.bias.grad.abs().min()) > 0
 
 
-def test_positions_are_a_constant_where_a_length_varies() -> None:
-    options = fxq.Options(dynamic_shapes=({0: "batch", 1: torch.export.Dim("length", max=64)},))
-    model = Model(lambda x: x + _positions(x).transpose(1, 2)[:, :1] + torch.zeros_like(x)).eval()
-    prepared = fxq.prepare(model, torch.randn(5, 4, 6), options=options)
-    text = fxq.text(prepared)
-    assert "f32[1,1,6]" in text
-    assert "cumsum" not in text
-
-
 def test_what_only_gives_its_own_size_stays_in_float() -> None:
     prepared, integer = compiled(Model(lambda x: x.new_zeros(x.shape[0], 3)).eval(), [torch.randn(5, 4, 6)])
     assert "no registered operator matches new_zeros" in fxq.explain(prepared)

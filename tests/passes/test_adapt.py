@@ -1,6 +1,7 @@
 """Operators that break a limit become others that keep it and mean the same: which operators, how exactly, and with which message."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,22 +154,17 @@ def test_what_is_only_moved_or_summed_alike_has_the_bits_of_the_whole(target: st
     assert contract.all_equal(whole.integer(x), parts.integer(x))
 
 
-@pytest.mark.parametrize(
-    ("model", "shape", "parts"),
-    [
-        (nn.ConvTranspose2d(3, 4, 5, 3, 1, 1), (3, 5, 6), {"conv_transpose2d", "getitem"}),
-        (nn.ConvTranspose2d(3, 4, 5, 4, 1, 2), (3, 5, 6), {"conv_transpose2d", "getitem"}),
-        (nn.Sequential(nn.Conv1d(3, 4, 3), nn.ConstantPad1d((2, 0), 0.0), nn.ReLU()), (3, 9), {"conv1d", "reshape", "pad", "clamp"}),
-        (Network(lambda m, x: torch.relu(F.pad(x, (1, 0, 2, 1)))), (3, 9), {"reshape", "pad", "clamp"}),
-        (nn.Upsample(size=13, mode="linear"), (3, 9), {"reshape", "interpolate"}),
-    ],
-)
-def test_what_the_compiler_refuses_is_replaced_without_the_option(
-    model: nn.Module, shape: tuple[int, ...], parts: set[str], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("model", "shape", "parts"), [
+    (nn.ConvTranspose2d(3, 4, 5, 3, 1, 1), (3, 5, 6), "conv_transpose2d getitem"),
+    (nn.ConvTranspose2d(3, 4, 5, 4, 1, 2), (3, 5, 6), "conv_transpose2d getitem"),
+    (nn.Sequential(nn.Conv1d(3, 4, 3), nn.ConstantPad1d((2, 0), 0.0), nn.ReLU()), (3, 9), "conv1d reshape pad clamp"),
+    (Network(lambda m, x: torch.relu(F.pad(x, (1, 0, 2, 1)))), (3, 9), "reshape pad clamp"),
+    (nn.Upsample(size=13, mode="linear"), (3, 9), "reshape interpolate"),
+])  # fmt: skip
+def test_what_the_compiler_refuses_is_replaced_without_the_option(model: nn.Module, shape: Any, parts: str, tmp_path: Path) -> None:
     batches = [torch.randn(2, *shape) for _ in range(2)]
     prepared, integer = compiled(model.eval(), batches, "bayes-e")
-    assert {layer.operator for layer in fxq.inspect.layers(prepared) if layer.integer and not layer.boundary} == parts
+    assert {layer.operator for layer in fxq.inspect.layers(prepared) if layer.integer and not layer.boundary} == {*parts.split()}
     assert not [finding for finding in fxq.check(prepared) if "padding" in finding.limit or "rank" in finding.limit]
     contract.assert_contract(prepared, tmp_path / "model.onnx", batches[0], integer=integer)
     expected = model(batches[0]).detach()

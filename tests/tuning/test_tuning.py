@@ -285,7 +285,7 @@ def test_distillation_of_whole_numbers_and_shared_weights() -> None:
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("method", [fxq.tuning.correct_bias, fxq.tuning.reestimate_batch_norm, fxq.tuning.adaround, fxq.tuning.distill])
+@pytest.mark.parametrize("method", [fxq.tuning.correct_bias, fxq.tuning.adaround, fxq.tuning.distill])
 def test_what_raises_changes_nothing(method: Method, network: nn.Module) -> None:
     prepared = calibrated(network)
     fxq.tuning.correct_bias(prepared, LEARNED)
@@ -424,29 +424,6 @@ def test_live_statistics_take_the_place_of_a_correction(network: nn.Module) -> N
     assert not bool(normed.value.any())
     assert others
     assert all(bool(other.value.any()) for other in others)
-
-
-# ---- batch norms ------------------------------------------------------------------------------------------------------------------
-def test_statistics_are_those_of_the_batches_after_quantized_weights(network: nn.Module) -> None:
-    prepared = calibrated(network)
-    scales, trained = fxq.qparams(prepared), {name: value.clone() for name, value in prepared.named_parameters()}
-    norm = prepared.get_submodule("block.norm")
-    wanted = norm.running_mean.clone(), norm.running_var.clone()
-    norm.running_mean.add_(3.0)
-    norm.running_var.mul_(5.0)
-    spoiled = error(prepared, network)
-    fxq.tuning.correct_bias(prepared, LEARNED)
-    result = fxq.tuning.reestimate_batch_norm(prepared, LEARNED)
-    assert [layer.name for layer in result] == ["block_b"]
-    assert "block_b" in str(result)
-    assert float((norm.running_mean - wanted[0]).abs().max()) < float(wanted[1].sqrt().min())
-    assert int(norm.num_batches_tracked) == len(LEARNED)
-    assert norm.momentum == 0.1
-    assert error(prepared, network) < spoiled / 3
-    assert fxq.qparams(prepared) == scales
-    assert all(torch.equal(value, trained[name]) for name, value in prepared.named_parameters())
-    assert all(o.state is fxq.State.VALIDATE for o in quantized_operators(prepared).values())
-    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), SEEN_BY_NOBODY)
 
 
 # ---- blocks ---------------------------------------------------------------------------------------------------------------------

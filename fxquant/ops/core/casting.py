@@ -5,30 +5,14 @@ A cast to float16 and back rounds to 11 bits, and one to bfloat16 to 8: an int8 
 rounding is left out, as it is for every operator between two grids.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir import functional
-from fxquant.ir.graph import (
-    POINTS,
-    BatchDim,
-    Size,
-    TensorFact,
-    computed,
-    fact,
-    is_parameter,
-    on_meta,
-    parameter_value,
-    refusal,
-    resolve,
-    shape_of,
-    target_name,
-    varies_beyond_batch,
-)
+from fxquant.ir import functional, graph
+from fxquant.ir.graph import BatchDim, TensorFact, computed, fact, is_parameter, is_random, parameter_value, refusal
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.composite import CONSTANT
 from fxquant.ops.core.declare import lowered, one_of
@@ -154,7 +138,8 @@ def made_of_sizes(gm: fx.GraphModule) -> dict[fx.Node, Tensor]:
 
     A grid of positions that forward makes for the batch is such a tensor. It is computed at several sizes, along which it must be equal.
     """
-    points = POINTS if any(varies_beyond_batch(fact(node)) for node in gm.graph.find_nodes(op="placeholder")) else POINTS[:2]
+    varies = any(graph.varies_beyond_batch(fact(node)) for node in gm.graph.find_nodes(op="placeholder"))
+    points = graph.POINTS if varies else graph.POINTS[:2]
     at_points: list[dict[fx.Node, Any]] = [{} for _ in points]
     constants: dict[fx.Node, Tensor] = {}
     for node in gm.graph.nodes:
@@ -164,7 +149,7 @@ def made_of_sizes(gm: fx.GraphModule) -> dict[fx.Node, Tensor]:
         computed_tensors = [value for values in at_points if isinstance(value := values.get(node), Tensor)]
         if len(computed_tensors) < len(points) or is_parameter(node):
             continue
-        row = computed_tensors[0][tuple(slice(1) if isinstance(size, BatchDim) else slice(None) for size in shape_of(node))]
+        row = computed_tensors[0][tuple(slice(1) if isinstance(size, BatchDim) else slice(None) for size in graph.shape_of(node))]
         if all(torch.equal(each, row.expand_as(each)) for each in computed_tensors):
             constants[node] = row.clone()
     return constants
@@ -174,28 +159,22 @@ def _value_at(gm: fx.GraphModule, node: fx.Node, point: int, values: Mapping[fx.
     """Return a number, or a tensor that is computed of `values` alone, at one of `POINTS`; None for any other node."""
     node_fact = fact(node)
     if isinstance(node_fact, int | float | BatchDim):
-        return on_meta(node_fact, point)
+        return graph.on_meta(node_fact, point)
     if node.op == "get_attr":
-        return resolve(gm, str(node.target)) if str(node.target).startswith(CONSTANT) else None
+        return parameter_value(gm, node) if str(node.target).startswith(CONSTANT) else None
     if not isinstance(node_fact, TensorFact) or node.op not in ("call_function", "call_method"):
         return None
     if refusal(node) is not None or is_random(node) or node.target is functional.quant_stub:
         return None
     read = {operand: values.get(operand) for operand in node.all_input_nodes}
     if node.target in _FILLS:  # which read the shape of an activation alone
-        like = {operand: on_meta(of, point) for operand in read if isinstance(of := fact(operand), TensorFact)}
+        like = {operand: graph.on_meta(of, point) for operand in read if isinstance(of := fact(operand), TensorFact)}
         read |= {operand: torch.empty_like(of, device="cpu") for operand, of in like.items()}
     if (not read and node.target not in _FILLS) or any(value is None for value in read.values()):
         return None
     with torch.no_grad():
         value = computed(gm, node, lambda operand: value.clone() if isinstance(value := read[operand], Tensor) else value)
-        return torch.zeros_like(value) if "empty" in target_name(node) else value
-
-
-def is_random(node: fx.Node) -> bool:
-    """Return whether a call draws random numbers, in training or always."""
-    packet = getattr(torch.ops.aten, re.sub(r"(?<=dropout)\dd$", "", target_name(node)), None)  # aten has no operator dropout2d
-    return packet is not None and any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads())
+        return torch.zeros_like(value) if "empty" in graph.target_name(node) else value
 
 
 def made_number(node: Any) -> float | None:
@@ -208,7 +187,7 @@ def made_number(node: Any) -> float | None:
     return float(value[0]) if len(value) and bool((value == value[0]).all()) else None
 
 
-def sizes_of(node: fx.Node, shape: Sequence[Size]) -> list[Any]:
+def sizes_of(node: fx.Node, shape: Sequence[graph.Size]) -> list[Any]:
     """Return a shape as the tensor `node`, which a model makes, got it: a number, a node, or a tensor and its dimension."""
     unseen, read = [node], dict[fx.Node, Any]()
     while unseen:

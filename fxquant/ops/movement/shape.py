@@ -306,25 +306,10 @@ def _refuses(start: int) -> tuple[Guard, Guard]:
 
 
 def _onnx_shuffle(c: Call) -> str:
-    shape, factor = shape_of(c.node), c["upscale_factor"]
-    if len(shape) != 4:
+    shape = shape_of(c.node)
+    if len(shape) != 4 or (c.images_alone and known_size(shape[1]) % 4):  # bernoulli2's returns fours of channels
         return c.exported()
-    if not c.images_alone or known_size(shape[1]) % 4 == 0:
-        return c.do("DepthToSpace", c.input, blocksize=factor, mode="CRD")
-    channels, height, width = known_sizes(shape[1:])  # bernoulli2's returns fours of channels, and the tool makes one of no size -1
-    value = c.do("Reshape", c.input, c.integers([-1, channels, factor, factor, height // factor, width // factor]))
-    return c.do("Reshape", c.do("Transpose", value, perm=[0, 1, 4, 2, 5, 3]), c.integers([1, channels, height, width]))
-
-
-def _onnx_unshuffle(c: Call) -> str:
-    """Write SpaceToDepth, whose channels are in the order of pixels and then channels, and a shuffle of channels."""
-    if len(shape_of(c.node)) != 4:
-        return c.exported()
-    (channels, *area), pixels = known_sizes(shape_of(c.node)[1:]), c["downscale_factor"] ** 2
-    batch = 1 if c.by_layers else -1  # a shuffle to the tool has no size -1
-    value = c.do("SpaceToDepth", c.input, blocksize=c["downscale_factor"])
-    value = c.do("Reshape", value, c.integers([batch, pixels, channels // pixels, *area]))
-    return c.do("Reshape", c.do("Transpose", value, perm=[0, 2, 1, 3, 4]), c.integers([batch, channels, *area]))
+    return c.do("DepthToSpace", c.input, blocksize=c["upscale_factor"], mode="CRD")
 
 
 @lowered(demand=Same(), carries=("input",), refuses=_refuses(-3), onnx=_onnx_shuffle, samples=(sample(input=(8, 2, 3), upscale_factor=2),))
@@ -341,7 +326,6 @@ def pixel_shuffle(lowering: Lowering, input: Quantized, upscale_factor: int) -> 
     demand=Same(),
     carries=("input",),
     refuses=fixed_sizes("it rearranges sizes that vary", start=-3),
-    onnx=_onnx_unshuffle,
     samples=(sample(input=(3, 6, 6), downscale_factor=3),),
 )
 def pixel_unshuffle(lowering: Lowering, input: Quantized, downscale_factor: int) -> Quantized:
