@@ -52,7 +52,8 @@ class Snapshot:
                 there.clear()
             there.update(before)
         for tensor, value in self.numbers:
-            tensor.copy_(value)
+            with torch.inference_mode(tensor.is_inference()):  # a tensor of this mode is changed in it alone
+                tensor.copy_(value)
 
 
 def _surely(step: Callable[[], None]) -> None:

@@ -361,7 +361,7 @@ def test_tune_keeps_what_gains_and_goes_on_after_a_kill(
     assert torch.equal(torch.get_rng_state(), generator)
     kept = [step.score for step in whole.steps if step.kept]
     assert kept == sorted(kept)
-    assert whole.score == kept[-1] > kept[0] + 5
+    assert whole.score == kept[-1] > kept[0] + 4
     assert all(step.score <= whole.score for step in whole.steps if not step.kept)
     assert {step.remedy for step in whole.steps} >= {"calibration", "observers", "16 bits"}
     assert fxq.verify(whole.prepared, fxq.convert(whole.prepared), batches[:1])

@@ -46,7 +46,8 @@ def network() -> nn.Module:
 @copies
 def prepared_of(target: str = "bayes-e", round_weights: bool | None = None) -> fx.GraphModule:
     """The network, calibrated; weights are rounded by samples unless told."""
-    return contract.calibrated(network(), BATCHES, target, FOUR_BITS, round_weights=round_weights)
+    alone = {"choose_ranges": False, "correct_bias": False}
+    return contract.calibrated(network(), BATCHES, target, FOUR_BITS, round_weights=round_weights, **alone)
 
 
 def by_itself(layer: nn.Module, x: Tensor) -> tuple[fx.GraphModule, fx.Node]:
@@ -184,7 +185,7 @@ def test_vectors_inference_mode_and_functions_without_a_gradient(monkeypatch: py
     contract.assert_validate_is_integer(vectors, fxq.convert(vectors), square)
     with torch.inference_mode(), caplog.at_level(logging.WARNING, "fxquant"):
         batches = [batch.clone() for batch in BATCHES]
-        inferred = contract.calibrated(network(), batches, qconfig=FOUR_BITS)
+        inferred = contract.calibrated(network(), batches, qconfig=FOUR_BITS, choose_ranges=False, correct_bias=False)
     with torch.no_grad():
         assert torch.equal(inferred(UNSEEN), prepared_of()(UNSEEN))
     assert not [record for record in caplog.records if "layer by layer" in record.message]

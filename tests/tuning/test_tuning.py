@@ -68,7 +68,7 @@ def calibrated(
     network: nn.Module, target: str = "bayes-e", activation: str | None = "int8", rounding: type[fxq.tuning.Rounding] = fxq.tuning.Nearest
 ) -> fx.GraphModule:
     qconfig = fxq.QConfig(fxq.ActivationConfig(activation), fxq.WeightConfig("int4", rounding=rounding))
-    return compiled(network, LEARNED, target, qconfig).prepared
+    return compiled(network, LEARNED, target, qconfig, choose_ranges=False, correct_bias=False).prepared
 
 
 def error(prepared: fx.GraphModule, network: nn.Module) -> float:
