@@ -168,7 +168,7 @@ class Pairing:
 WRITER = such(
     "a SummaryWriter of torch.utils.tensorboard",
     lambda value: value,
-    lambda value: all(callable(getattr(value, name, None)) for name in ("add_scalar", "add_text", "add_histogram_raw")),
+    lambda value: all(callable(getattr(value, name, None)) for name in ("add_scalar", "add_text")),
 )
 SHOWN = 20  # layers in the text
 NO_ADVICE = "no advice about a single layer: none stands out"

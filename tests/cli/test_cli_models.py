@@ -190,14 +190,13 @@ def test_a_file_that_differs_is_status_1(monkeypatch: pytest.MonkeyPatch, capsys
 
 # ---- check --------------------------------------------------------------------------------------------------------------
 def test_check_lists_what_is_broken_with_line_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    status, shown, _ = called(capsys, "check", "networks:Network", "--target", "bernoulli", "--shape", "1,2,8,8")
+    status, shown, _ = called(capsys, "check", "networks:Network", "--target", "bernoulli2", "--shape", "1,2,13,13")
     assert status == 1
-    findings = fxq.check(network_of("Network").eval(), torch.randn(1, 2, 8, 8), "bernoulli")
-    assert len(findings) >= 2
+    findings = fxq.check(network_of("Network").eval(), torch.randn(1, 2, 13, 13), "bernoulli2")
+    assert len(findings) >= 1
     assert shown == f"{findings}\n"
     assert "networks.py:14 in forward:  return self.head(" in shown
-    assert "write it as a convolution with a 1×1 kernel" in shown
-    assert called(capsys, "check", "networks:Network", "--target", "bernoulli", "--data", "images.npy")[:2] == (1, shown)
+    assert called(capsys, "check", "networks:Network", "--target", "bernoulli2", "--data", "images.npy")[0] == 0
 
 
 # ---- photographs and hubs -----------------------------------------------------------------------------------------------
