@@ -5,6 +5,7 @@
 %y = call_method relu(%x)       →   %y = clamp(%x, min=0, max=None)
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from fxquant.ir import graph as facts
 from fxquant.ir.functional import dequant_stub, mark_stub, outside, quant_stub
 from fxquant.ir.graph import BatchDim, TensorFact
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, Trait
-from fxquant.ops.core.casting import MADE, is_broadcast, made_of_sizes, sizes_of, to_integer, to_real, truncated  # fmt: skip
+from fxquant.ops.core.casting import MADE, is_broadcast, made_of_sizes, to_integer, to_real, truncated  # fmt: skip
 from fxquant.ops.core.composite import QUANTIZE, Builder
 from fxquant.ops.core.places import is_arange
 from fxquant.ops.elementwise.activation import OF_MODULE, dropout
@@ -118,7 +119,7 @@ class _Made:
     def __init__(self, gm: fx.GraphModule, modules: dict[str, nn.Module], attributes: dict[str, fx.Node]) -> None:
         self.gm, self.modules, self.attributes = gm, modules, attributes
         self.values = made_of_sizes(gm)
-        self.rows: dict[fx.Node, tuple[TensorFact, list[Any]]] = {}  # layers of constants, computed for one sample: the batch's fact, sizes
+        self.rows: dict[fx.Node, Any] = {}  # layers of constants, which are computed for one sample, and their facts for the batch
 
     def hold(self, node: fx.Node) -> int:
         """Replace a made tensor by a constant in what reads it and is computed of an activation; return the number of readers."""
@@ -134,15 +135,14 @@ class _Made:
             constant = facts.inherit(self.gm.graph.create_node("get_attr", path, name=f"{node.name}_made"), node, "canonical.rewrite")
         self.attributes[path] = constant
         facts.set_fact(constant, TensorFact(tuple(value.shape), value.dtype))
-        node_fact = facts.fact(node)
-        return self._give(node, constant, node_fact, sizes_of(node, facts.shape_of(node)), readers)
+        return self._give(node, constant, facts.fact(node), readers)
 
     def repeat(self, node: fx.Node) -> int:
         """Mark a node as a parameter; what reads a layer of constants, which is computed for one sample, gets the batch's result."""
         facts.mark_parameter(node)
         if node not in self.rows:
             return 0
-        return self._give(node, node, *self.rows[node], self._readers(node))
+        return self._give(node, node, self.rows[node], self._readers(node))
 
     def _readers(self, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
         """Return what reads a made tensor: where a batch of 1 is enough, where it needs the batch's size, and layers of constants alone."""
@@ -160,24 +160,31 @@ class _Made:
                 (added if is_broadcast(node, reader, operator) else joined).append(reader)
         return added, joined, layers
 
-    def _give(self, node: fx.Node, constant: fx.Node, node_fact: Any, sizes: list[Any], readers: tuple[list[fx.Node], ...]) -> int:
+    def _give(self, node: fx.Node, constant: fx.Node, node_fact: Any, readers: tuple[list[fx.Node], ...]) -> int:
         added, joined, layers = readers
         for reader in layers:
-            layer_fact = facts.fact(reader)
-            self.rows[reader] = layer_fact, [*sizes[:1], *layer_fact.shape[1:]]
-            facts.set_fact(reader, replace(layer_fact, shape=(1, *layer_fact.shape[1:])))
+            self.rows[reader] = facts.fact(reader)
+            facts.set_fact(reader, replace(self.rows[reader], shape=(1, *self.rows[reader].shape[1:])))
+        repeated = constant
         if joined and any(isinstance(size, BatchDim) for size in node_fact.shape):
-            sizes = [facts.size_node(size[0], size[1], node) if isinstance(size, tuple) else size for size in sizes]
+            sizes = [self._size(size, node) for size in node_fact.shape]
             with self.gm.graph.inserting_before(node):
                 repeated = facts.inherit(self.gm.graph.call_function(expand, (constant, sizes)), node, "canonical.rewrite")
             facts.set_fact(repeated, node_fact)
             if constant is node:
                 node.append(repeated)
-        else:
-            repeated = constant
         for reader, operand in [*((each, constant) for each in (*added, *layers)), *((each, repeated) for each in joined)]:
             reader.replace_input_with(node, operand)
         return len(added) + len(joined) + len(layers)
+
+    def _size(self, size: facts.Size, node: fx.Node) -> int | fx.Node:
+        """Return a size that a tensor has before `node`, by preference one that no constant replaces."""
+        if isinstance(size, int):
+            return size
+        before = sorted(itertools.takewhile(lambda each: each is not node, self.gm.graph.nodes), key=self.values.__contains__)
+        shapes = {each: getattr(facts.fact(each), "shape", ()) for each in before}
+        read = next(each for each, shape in shapes.items() if size in (facts.fact(each), *shape))
+        return read if facts.fact(read) == size else facts.size_node(read, shapes[read].index(size), node)
 
 
 def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:

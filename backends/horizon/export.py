@@ -262,13 +262,15 @@ def export_horizon(
     types = [camera or "" if index == image else "float32" for index in range(len(placeholders))]
     inputs: dict[str, Any] = {}
     for info, type in zip(model.graph.input, types, strict=True):
-        shape, layout = fixed_shape(info), options.input_layout if type == "float32" else None
-        is_turned = layout is not None and len(shape) == 4
-        inputs[info.name] = {"shape": [shape[axis] for axis in (0, 2, 3, 1)] if is_turned else shape, "type": type}
-        inputs[info.name]["layout"] = layout if is_turned else None
-    if options.input_batch > 1 and not (types == ["float32"] and isinstance(next(iter(fact(placeholders[0]).shape), 1), BatchDim)):
-        because = "the program of several samples takes one float32 input, whose first dimension is the batch"
-        raise ConfigurationError("input_batch cannot be used", because=because, remedy="leave input_batch out")
+        shape = fixed_shape(info)
+        layout = options.input_layout if type == "float32" and len(shape) == 4 else None
+        turned = shape if layout is None else [shape[axis] for axis in (0, 2, 3, 1)]
+        inputs[info.name] = {"shape": turned, "type": type, "layout": layout}
+    batched = types == ["float32"] and isinstance(next(iter(fact(placeholders[0]).shape), 1), BatchDim)
+    for field, chosen in (("input_batch", options.input_batch > 1), ("input_layout", options.input_layout is not None)):
+        if chosen and (format is not HB_MAPPER or (field == "input_batch" and not batched)):
+            because = "files of several samples, which need one float32 input with a batch, and of other layouts are written for hb_mapper"
+            raise ConfigurationError(f"{field} cannot be used", because=because, remedy=f"leave {field} out")
     operators = [node for node in integer.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     sources = {node.name: source(node) for node in operators if node.target not in PRIMITIVES or operation(node) is not None}
     layers = {"name": name, "march": target.name, "layers": sources, "inputs": inputs, "outputs": _outputs(integer, model, options)}

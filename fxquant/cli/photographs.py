@@ -128,7 +128,8 @@ def camera_batches(options: argparse.Namespace, model: fx.GraphModule) -> list[A
         because = "photographs become a camera's images, and its input is not YUV or colours less 128 of even sizes"
         remedy = "export it with --camera and --train-type, and verify the camera.fxq of that folder; or give --data"
         raise ConfigurationError("--images mean nothing to this model", because=because, remedy=remedy)
-    swing = swing_of(model)
+    asked = getattr(options, "camera", None)
+    swing = asked if asked in ("rgb", "bgr") else swing_of(model)
     pixels = _read(photographs_in(options), Preprocessing(size, 0, (0.0,) * 3, (1 / 255,) * 3, swing == "bgr"), MOST).round()
     images = pixels - 128 if swing in ("rgb", "bgr") else Nv12ToYuv444(centred=True)(*rgb_to_nv12(pixels.to(torch.uint8)))
     return list(images.split(options.batch_size or 1))

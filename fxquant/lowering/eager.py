@@ -1,6 +1,8 @@
 """The lowerings that compute values: as primitives mean them, and, with the same bits, by fused kernels where a prepared model runs."""
 
 import math
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -38,13 +40,14 @@ class Mode(NamedTuple):
     live_batch_norm: bool = False  # whether batch norms use the batch's statistics, and update the running ones
 
 
-_ONCE: ContextVar[dict[Any, Any] | None] = ContextVar("constants", default=None)
+_ONCE: ContextVar[Callable[[], dict[Any, Any] | None]] = ContextVar("constants", default=lambda: None)
 
 
 @contextmanager
 def constants_kept() -> Iterator[None]:
     """Inside, operators compute the integers of weights and other constants once, without gradients; no parameter or scale changes."""
-    token = _ONCE.set({})
+    kept = OrderedDict[Any, Any]()  # is gone with this call, also where Ctrl-C meets the line that resets
+    token = _ONCE.set(weakref.ref(kept))
     try:
         yield
     finally:
@@ -86,7 +89,7 @@ class EagerLowering(Lowering):
         return value
 
     def once(self, role: str, compute: Callable[[], Found]) -> Found:
-        cache = _ONCE.get()
+        cache = _ONCE.get()()
         if cache is None or self.training or self.observing or self.live_batch_norm or torch.is_grad_enabled():
             return compute()
         key = type(self), self.name, self.weight, role

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from fxquant.numerics.grids import FLOAT32_EXACT, accumulator_bound, power_of_two
 from fxquant.primitives import record
 from fxquant.primitives.record import Emitter, Range, Role, Value, constant_of, exact_below, full_precision, need, primitive, stored
+from fxquant.primitives.steps import Op, Writer
 
 DEQUANTIZES = 19  # the opset from which on ONNX's own evaluator has DequantizeLinear of int8
 CHANNELS_TOGETHER = 16  # runtimes have their quickest kernels for multiples of it
@@ -364,7 +365,11 @@ def add_residual_shifted(accumulator: Tensor, residual: Tensor, multiplier: Tens
     return accumulator + (wide >> right_shift).to(accumulator.dtype)
 
 
-@primitive(_onnx_add_residual, bounds=_bounds_add_residual, **_RESIDUAL)
+def _steps_add_residual(w: Writer, accumulator: int, residual: int, multiplier: Tensor) -> int:
+    return w.write(Op.ADD, accumulator, w.write(Op.MULTIPLY, residual, multiplier))
+
+
+@primitive(_onnx_add_residual, bounds=_bounds_add_residual, steps=_steps_add_residual, **_RESIDUAL)
 def add_residual(accumulator: Tensor, residual: Tensor, multiplier: Tensor) -> Tensor:
     """Compute accumulator + residual · multiplier, with an integer multiplier per channel, shaped to broadcast."""
     if accumulator.is_floating_point():

@@ -162,7 +162,7 @@ def test_weights_prove_sums_in_16_bits(target: str, ways: list[int], instruction
         assert all_sums[2].runs < 0.6 * all_sums[2].steps
 
 
-@pytest.mark.parametrize("target", TARGETS[:2])  # bernoulli2 adds tensors by a layer, which no kernel does
+@pytest.mark.parametrize("target", TARGETS)
 def test_linear_layers_of_more_dimensions(target: str) -> None:
     model = Network(
         lambda s, x: (

@@ -5,7 +5,7 @@ A cast to float16 and back rounds to 11 bits, and one to bfloat16 to 8: an int8 
 rounding is left out, as it is for every operator between two grids.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -185,23 +185,6 @@ def made_number(node: Any) -> float | None:
         return None
     value = parameter_value(node.graph.owning_module, node).flatten()  # type: ignore[arg-type]
     return float(value[0]) if len(value) and bool((value == value[0]).all()) else None
-
-
-def sizes_of(node: fx.Node, shape: Sequence[graph.Size]) -> list[Any]:
-    """Return a shape as the tensor `node`, which a model makes, got it: a number, a node, or a tensor and its dimension."""
-    unseen, read = [node], dict[fx.Node, Any]()
-    while unseen:
-        reader = unseen.pop()
-        operands = {operand: fact(operand) for operand in reader.all_input_nodes if operand not in read}
-        read |= operands
-        unseen += [] if reader.target in _FILLS else [operand for operand, of in operands.items() if isinstance(of, TensorFact)]
-    first_read = [(operand, of.shape) for operand, of in reversed(read.items()) if isinstance(of, TensorFact)]
-
-    def place(size: BatchDim) -> Any:
-        number = next((operand for operand, of in read.items() if of == size), None)
-        return number or next((operand, shape.index(size)) for operand, shape in first_read if size in shape)
-
-    return [size if isinstance(size, int) else place(size) for size in shape]
 
 
 def is_broadcast(node: fx.Node, reader: fx.Node, record: Operator | None) -> bool:
