@@ -232,9 +232,8 @@ def round_half_up(value: float) -> int:
 
 def round_away(value: Tensor) -> Tensor:
     """Return the nearest integers, halves away from zero, in the dtype of `value`."""
-    magnitude = value.abs()
-    below = torch.floor(magnitude)
-    return torch.copysign(below + (magnitude - below >= 0.5).to(value.dtype), value)  # both differences are exact
+    below_half = 0.5 - torch.finfo(value.dtype).eps / 4  # by which only a half and more reaches the next integer, as sums are rounded
+    return torch.full_like(value, below_half).copysign_(value).add_(value).trunc_()
 
 
 def clamp_bound(value: float | None, scale: float, default: int, limits: IntType | Grid) -> int:
@@ -479,7 +478,8 @@ def by_segments(form: Segments, scale: Tensor, output: Grid, integers: Tensor) -
     # The straight lines, each through two points: those of the first and of the last entries, or of the ends of what lies outside.
     below, above = torch.stack([low, first]), torch.stack([last, high])
     of_low, *of_at = form.function(torch.stack([low, first, last])).tolist()
-    ends = points[0, :2] if low >= first or math.isnan(of_low) else below, points[-1, -2:] if high <= last else above
+    back = torch.stack([knots[-1] - (knots[-1] - knots[-2]) / LAST, knots[-1]])
+    ends = points[0, :2] if low >= first or math.isnan(of_low) else below, back if high <= last else above
     two = torch.stack(ends)
     slopes = torch.diff(form.function(two))[:, 0] / torch.diff(two)[:, 0]
     at = torch.stack([first, last])

@@ -48,6 +48,23 @@ def test_segments_give_the_simulators_integers(name: str, settings: dict[str, An
         assert torch.equal(by_segments(form, torch.tensor(scale), Grid(INT16, torch.tensor(step)), KEPT), expected)
 
 
+def test_constants_are_those_that_the_vendors_compiler_wrote() -> None:
+    with np.load(RECORDED.with_name("tables.npz")) as arrays:
+        about = json.loads(bytes(arrays["about"]).decode())
+        expected = [[torch.from_numpy(arrays[part][index]) for part in ("starts", "lines", "entries")] for index in range(len(about))]
+    for (name, offset, settings, scale, step), (starts, lines, entries) in zip(about, expected, strict=True):
+        form, given = segments_of(name, 1, offset, tuple(settings.items())), list[grids.Lines]()
+        assert form is not None
+        with (
+            mock.patch.object(grids.OFFERS, "known", []),
+            mock.patch.object(grids, "_evaluate", lambda integers, own: given.append(own) or integers),  # noqa: B023
+        ):
+            by_segments(form, torch.tensor(scale), Grid(INT16, torch.tensor(step)), KEPT)
+        assert torch.equal(given[0].starts, starts.long())
+        assert torch.equal(given[0].lines, lines.long())
+        assert torch.equal(given[0].entries, entries.long())
+
+
 def test_every_function_with_segments_is_recorded() -> None:
     names = {param.values[0] for param in recorded()}
     assert names - {"shifted"} == set(SEGMENTS)
