@@ -341,7 +341,7 @@ def table(
 ) -> Tensor:  # fmt: skip
     """Return the table of a unary function: entry c - input.low is clip(⌊f(c · s_in) / s_out + ½⌋), of centred integers.
 
-    Or, `in_float32`, clip(round_away(f32(f32(f(f32(c · s_in))) / s_out))), with f rounded once to float32.
+    Or, `in_float32`, clip(round_away(f32(f32(f(f32(c · s_in))) / s_out))), with f rounded once to float32; the lowest integer for NaN.
 
     Its dtype is the output's storage, or int16 where that is affine. `function` is evaluated in float64, element by element, by
     Python's `math`; the result is stored and never computed again. A value that is not finite saturates; NaN becomes 0.
@@ -357,7 +357,7 @@ def table(
     if in_float32:
         values = _values(function, (points.float() * input.scale.cpu()).double(), on_tensors)
         integers = round_away(values.float() / output.scale.cpu())
-        integers = torch.where(torch.isnan(integers), 0.0, integers.clamp(output.low, output.high))
+        integers = torch.where(torch.isnan(integers), float(output.low), integers.clamp(output.low, output.high))
         return integers.to(storage)
     if on_tensors is None:
         entries = [_table_entry(function, number, output_scale, output) for number in x.tolist()]

@@ -341,15 +341,9 @@ def fold_bias(bias: Tensor | None, batch_norm: BatchNorm, gain: Tensor) -> Tenso
 
 
 def correct_batch(
-    batch_norm: BatchNorm,
-    gain: Tensor,
-    weight_bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    count: int,
-    step: Tensor,
+    batch_norm: BatchNorm, gain: Tensor, weight_bias: Tensor | None, mean: Tensor, variance: Tensor, count: int, step: Tensor,
     usable: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (c, b), per channel, so that (z + b) · c is normalized by this batch's statistics; update the running ones; differentiable.
 
     z is the layer's result with the running statistics folded in, without its bias. `mean` and `variance`, float32, are those of z in

@@ -150,13 +150,15 @@ class Rewriting(Builder):
         return None if parameter is None else self.parameter(torch.narrow, parameter, dim, start, stop - start)
 
     def finish(self, result: fx.Node) -> None:
-        """Replace the node by the result, with its name and dtype; parts that the result only moves get the grid of the whole."""
+        """Replace the node by the result, with its name and dtype; a part that the result only moves gets what the whole demands."""
         node, source, inner = self.node, result, facts.is_inner_part(self.node)
         while isinstance(demand(source), Same) and source in self.parts and isinstance(operand := source.args[0], fx.Node):
             source = operand
         for each in (source, result):
             if each in self.parts:
                 facts.set_inner(each, inner)
+        if source in self.parts and source is not result and (stated := node.meta.pop("demand", None)) is not None:
+            facts.state_demand(source, stated)  # a demand is about the grid, which is that of what is moved
         if result not in self.parts:  # the result is another node's value
             node.replace_all_uses_with(result)
             node.graph.erase_node(node)

@@ -78,6 +78,13 @@ def test_what_no_remedy_mends_runs_on_the_host(place: int) -> None:
 
 
 # ---- the contract ---------------------------------------------------------------------------------------------------
+def test_what_a_composite_demands_of_a_pool_is_on_the_grid_of_the_pool_in_two_dimensions() -> None:
+    model, x = Network(lambda self, x: F.lp_pool1d(x, 2.0, 3, 2)).eval(), torch.randn(5, 3, 9)
+    prepared, integer = compiled(model, [x], "bayes-e", fxq.QConfig(fxq.ActivationConfig("int16")))
+    assert len({float(fxq.qparams(prepared)[name]) for name in ("lp_pool1d_avg_pool1d_avg_pool2d", "lp_pool1d_avg_pool1d")}) == 1  # type: ignore[arg-type]
+    contract.assert_validate_is_integer(prepared, integer, x)
+
+
 @members(lambda: dict(
     stem=nn.Conv2d(2, 6, 9, padding=4, bias=False), norm=nn.BatchNorm2d(6), wide=nn.Conv2d(6, 6, 3, padding=3, dilation=3),
     shift=nn.Parameter(torch.randn(6, 1, 1)), gain=nn.Parameter(torch.rand(1, 6, 1, 1) + 0.5), hidden=nn.Linear(24, 8),

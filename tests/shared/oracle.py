@@ -290,7 +290,7 @@ def measured_table(function: Callable[[float], float], input_scale: Fraction, to
         except OverflowError:
             value = math.inf
         if math.isnan(value):
-            entries.append(0)
+            entries.append(to.low)
         elif abs(value) >= 2.0**126:
             entries.append(to.high if value > 0 else to.low)
         else:
