@@ -431,7 +431,7 @@ static void limited_constants(const Join *p, int64_t i, int64_t shift, int64_t m
     ((int32_t *)(void *)p->real)[i] = right < 1 ? 1 : (int32_t)right;
 }
 
-/* b_rows: the largest right shift; b_stride: that of a layer; b_step: the least first shift of a wide operand, or 0; c_stride: the output's
+/* b_rows: the largest right shift; b_stride: that of a layer, or one less, or 0; b_step: the least first shift of a wide operand, or 0; c_stride: the output's
    largest integer; c_step: the bits of the intermediate; mode: the largest first shift; each: whether there is one. */
 void fxq_measured_constants(Join *p) {
     for (int64_t i = 0; i < p->rows && !p->outside; i++) {
@@ -440,7 +440,7 @@ void fxq_measured_constants(Join *p) {
         int64_t right = k;
         if (p->each) {
             double product = scalbn(p->c[i], (int)(k - p->b_stride)) * (double)(((int64_t)1 << (p->c_step - 1)) - 1);
-            int64_t last = p->b_stride > p->b_rows && product >= (double)p->c_stride ? p->b_stride : p->b_rows;
+            int64_t last = !p->b_stride ? p->b_rows : product > (double)p->c_stride ? p->b_stride : p->b_stride - 1;
             right = k < last ? k : last;
             if (k - right > p->mode) right = k - p->mode;
             int64_t most = k - p->b_step > 1 ? k - p->b_step : 1;

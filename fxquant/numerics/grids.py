@@ -468,7 +468,7 @@ def by_segments(form: Segments, scale: Tensor, output: Grid, integers: Tensor) -
     low, high = (end * scale for end in (0.0 if form.parity else -32768.0, 32767.0))
     first, last = low.clamp_min(form.bends[0]), high.clamp_max(form.bends[1])
     if form.pole is not None:
-        low, first = torch.full_like(low, LEAST), form.pole(output.high * step).clamp_min(0)
+        low, first = torch.full_like(low, LEAST), form.pole(output.high * step).clamp_min(LEAST)
     knots = _knots(form, first, last)
     points = evenly(knots[:-1], knots[1:], LAST)
     values = form.function(points)
@@ -687,7 +687,7 @@ class MeasuredWidths(FixedWidths):
     """
 
     largest_shift: int = 22
-    layer_shift: int = 22  # the largest last shift of a layer with weights, where the product reaches the output's limit by it
+    layer_shift: int = 22  # that of a layer with weights, where the product exceeds the output's limit by it; else one less
     largest_first_shift: int = 15
     wide_first_shift: int = 8  # the least first shift of a layer whose operand has 16 bits
 
@@ -704,7 +704,7 @@ class MeasuredWidths(FixedWidths):
         first = max(self.largest_first_shift, accumulator_bits - 17)
         largest = 31 if accumulator_bits <= 16 else first + self.largest_shift
         most = first if layer or accumulator_bits > 32 else 17  # the first shift: 15 of 32 bits are left
-        limits = self.layer_shift if layer else self.largest_shift, self.wide_first_shift if wide else 0, most
+        limits = self.layer_shift if layer else 0, self.wide_first_shift if wide else 0, most
         if (constants := _by_kernel(ratio, self, largest, output, max(accumulator_bits - 16, 0), limits)) is not None:
             return constants
         if accumulator_bits <= 16:  # a quantized tensor is multiplied without a first shift
@@ -712,9 +712,9 @@ class MeasuredWidths(FixedWidths):
             return self.limited(torch.zeros_like(k), multiplier, k)
         multiplier, k = ratio.mantissa(self.multiplier_bits, largest, carries=False)
         last = torch.full_like(k, self.largest_shift)
-        if layer and self.layer_shift > self.largest_shift:
+        if layer:
             product = ratio.detached * power_of_two(k - self.layer_shift) * (2 ** (self.intermediate_bits - 1) - 1)
-            last = torch.where(product >= output.high, self.layer_shift, last)
+            last = torch.where(product > output.high, self.layer_shift, self.layer_shift - 1)
         right_shift = torch.minimum(k, last)
         right_shift = torch.maximum(right_shift, k - most)
         if wide:
