@@ -19,11 +19,11 @@ from fxquant.backends.onnx.export import check_arguments, save_models
 from fxquant.backends.onnx.horizon import CALIBRATED_OPSET, OPSET, CalibratedWriter, HorizonWriter, fixed_shape, float_nodes, turn_outputs
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import BatchDim, TensorFact, fact, source
-from fxquant.ir.integer import Operation, QParams, operation, qparams
+from fxquant.ir.integer import Operation, QParams, noted, operation, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES, FLOAT32_EPSILON, wraps
 from fxquant.ops import BY_NAME
 from fxquant.ops.elementwise.activation import clamp
-from fxquant.ops.elementwise.table import SHIFTED, segments_of
+from fxquant.ops.elementwise.table import segments_of
 from fxquant.prepared.sizes import at_example_sizes, unrolled
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.elementwise import lookup
@@ -409,20 +409,25 @@ def _check_node(node: fx.Node) -> None:
 
 
 def _check_table(node: fx.Node, described: QParams | None, lowered: Operation | None) -> None:
-    """Raise ExportError for a sum on steps that the compiler raises, and for a table of 16 bits that differs from its segments."""
+    """Raise ExportError for a sum on steps that the compiler raises, and for results of 16 bits that differ from the chip's."""
     because = None
     operand = qparams(node.all_input_nodes[0]) if node.all_input_nodes else None
+    wide = lowered.arguments if lowered and described and described.dtype == "int16" else {}
     if described is not None and described.dtype == "int32" and float(torch.as_tensor(described.scale).min()) < FLOAT32_EPSILON:
         because = "the vendor's compiler raises steps of sums to 2^-23, and makes the weights smaller by as much"
     elif node.target is lookup and lowered and operand and described and "int16" in (operand.dtype, described.dtype):
         settings = {key: value for key, value in lowered.arguments.items() if key != "input"}
-        plain = {"function": lowered.name, "factor": 1, "offset": 0, "settings": settings}
-        chosen: dict[str, Any] = settings if BY_NAME[lowered.name].function is SHIFTED.function else plain
-        form = segments_of(chosen["function"], chosen["factor"], chosen["offset"], tuple(chosen["settings"].items()))
+        of_shifted = [settings[key] for key in ("function", "factor", "offset", "settings")] if "settings" in settings else None
+        name, factor, offset, given = of_shifted or (lowered.name, 1, 0, settings)
+        form = segments_of(name, factor, offset, tuple(given.items()))
         if form is None or operand.dtype != "int16":
             because = "the vendor's compiler has other segments for it at 16 bits, or none"
         elif wraps(form, torch.as_tensor(operand.scale), torch.as_tensor(described.scale)):
             because = "at the end of its operand's range it exceeds its own by 2^16, and the chip returns the lowest integer there"
+    elif wide.get("alpha", 1) not in (1, -1) or ("weight" not in wide and (wide.get("clamp") or (0, wide.get("max")))[1] is not None):
+        because = "the vendor's compiler multiplies a term by alpha at 8 bits, and limits 16 bits from above by a table that is a step off"
+    elif noted(node, "narrowed") is not None:
+        because = "its operand of 16 bits is narrowed, so that no sum can overflow, and the chip does not narrow it"
     if because is not None:
         remedy = "quantize its operand and result as int8: fxq.ActivationConfig('int8') in the qconfig mapping, or keep it in float"
         raise ExportError(f"%{node.name} cannot be carried to the chip", node=node, because=because, remedy=remedy)

@@ -31,21 +31,11 @@ from fxquant.support.progress import working
 @checked(layouts=LAYOUTS, batch_size=POSITIVE.or_none("it varies where the model was traced so"))
 @working("writing ONNX")
 def export_onnx(
-    model: nn.Module,
-    path: str | os.PathLike[str],
-    style: str = "auto",
-    io: str = "float",
-    opset: int | None = None,
-    input_names: Sequence[str] | None = None,
-    output_names: Sequence[str] | None = None,
-    *,
-    external_data: bool | None = None,
-    layouts: Mapping[str, str] | None = None,
-    functions: bool = False,
-    example_inputs: Any = None,
-    batch_size: int | None = None,
+    model: nn.Module, path: str | os.PathLike[str], style: str = "auto", io: str = "float", opset: int | None = None,
+    input_names: Sequence[str] | None = None, output_names: Sequence[str] | None = None, *, external_data: bool | None = None,
+    layouts: Mapping[str, str] | None = None, functions: bool = False, example_inputs: Any = None, batch_size: int | None = None,
     runtime: str | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write a model as an ONNX file, and return its path: an integer model, a prepared one, or a float one.
 
     style  "auto": the fastest with equal bits in the `runtime`: "fast" if this target requantizes by float32 numbers and every kernel is

@@ -27,11 +27,6 @@ from fxquant.training.fused_layers import Rounded, form_of
 FUSED = (RealArithmetic, FixedArithmetic)  # whose requantization `fused_layers` has; another class may compose other primitives
 
 
-def _has_passes(arithmetic: Arithmetic) -> bool:
-    """Return whether `fused_layers` and `fused_elementwise` requantize as this arithmetic does."""
-    return type(arithmetic) in FUSED and arithmetic.rounds_by_adding
-
-
 class Mode(NamedTuple):
     """The mode of an operator."""
 
@@ -205,6 +200,11 @@ class FusedLowering(EagerLowering):
         learns, observed = to.learns and torch.is_grad_enabled(), self.observed_instead is not None and to is self._output
         return not learns and to.dtype != INT32 and (not self._follows(to) or (not observed and to.can_follow_ends))
 
+    def _has_passes(self, end: Epilogue, to: Quantizer) -> bool:
+        """Return whether `fused_layers` and `fused_elementwise` requantize as this arithmetic does."""
+        passes = type(self.arithmetic) in FUSED and self.arithmetic.rounds_by_adding
+        return passes and not self.ends_in_table(end.clamp, to, end.kind)
+
     def requantize_by(self, accumulator: Any, end: Epilogue) -> Quantized:
         joined = self._joined(accumulator, end)
         return super().requantize_by(self.computed(accumulator), end) if joined is None else joined
@@ -225,7 +225,7 @@ class FusedLowering(EagerLowering):
     def _joined(self, accumulator: Any, end: Epilogue) -> Quantized | None:
         """Requantize an accumulator of two tensors without materializing it; return None where no fused kernel can."""
         to, clamp = end.to or self.output, end.clamp
-        if not isinstance(accumulator, fused_elementwise.Deferred | Tensor) or not _has_passes(self.arithmetic) or not self._fuses(to):
+        if not isinstance(accumulator, fused_elementwise.Deferred | Tensor) or not self._has_passes(end, to) or not self._fuses(to):
             return None
         join = fused_elementwise.join_of(accumulator)
         if join is None:
@@ -291,7 +291,7 @@ class FusedLowering(EagerLowering):
         other = None if residual is None else residual.value
         fits = (
             self._fuses(to)
-            and _has_passes(self.arithmetic)
+            and self._has_passes(end, to)
             and fused_layers.admitted(accumulator, other)
             and (other is None or other.shape == accumulator.shape)
             and self._is_exact(accumulator, bound, bias, residual, multiplier, statistics)

@@ -22,7 +22,7 @@ from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT32, INT32_MAX, 
 from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.primitives.accumulate import add_residual, add_residual_shifted
 from fxquant.primitives.arithmetic import LAYER, LAYERS, VALUE, Arithmetic
-from fxquant.primitives.elementwise import lookup, shift_right
+from fxquant.primitives.elementwise import lookup, shift_right, widen
 from fxquant.primitives.product import scale_channels, scale_channels_wide
 from fxquant.primitives.quantization import accumulator_output, clamp_accumulator, quantize, requantize_real
 from fxquant.quantization.quantizer import Quantizer
@@ -236,7 +236,7 @@ class Lowering:
             lifted = accumulator if late is None else accumulator.double() + late(target.scale)
             ratio, bits = end.ratio.over(target.scale), end.accumulator_bits
             value = self.arithmetic.requantize(self, lifted, ratio, *limits, target.grid, end.role, bits, end.kind)
-            return self.holds(value, target.grid)
+            return self.holds(self.as_table(value, target.grid) if self.ends_in_table(end.clamp, target, end.kind) else value, target.grid)
 
         def real() -> Tensor:
             return clamped(accumulator * end.ratio.approximate().to(accumulator.dtype), *(end.clamp or (None, None)))
@@ -340,6 +340,15 @@ class Lowering:
         if kind in LAYERS and clamp[0] == 0:
             return low, grid.high
         return grid.bounds if low <= -grid.high and high >= grid.high else (low, high)
+
+    def ends_in_table(self, clamp: Clamp | None, to: Quantizer, kind: str = VALUE) -> bool:
+        """Return whether a clamp that begins at 0 is a table of 16 bits on the chip: wherever no layer with weights has it."""
+        return self.arithmetic.segments and to.dtype.bits == 16 and kind not in LAYERS and clamp is not None and clamp[0] == 0
+
+    def as_table(self, value: Any, grid: Grid) -> Any:
+        """Return integers on a grid, at least 0, as the chip's table has them: on a line whose slope, 1 / s · s, can be below 1."""
+        slope = Ratio((1 / grid.scale * grid.scale,))
+        return self.arithmetic.requantize(self, self.call(widen, value), slope, 0, grid.high, grid, "relu_", 16)
 
     def align(self, operand: Quantized, ratio: Ratio, role: str, wide: bool) -> Any:
         """Rescale the operand's integers by `ratio` to an accumulator on a finer scale; `wide` says that it can reach 2^24."""

@@ -471,10 +471,8 @@ def by_segments(form: Segments, scale: Tensor, output: Grid, integers: Tensor) -
         low, first = torch.full_like(low, LEAST), form.pole(output.high * step).clamp_min(LEAST)
     knots = _knots(form, first, last)
     points = evenly(knots[:-1], knots[1:], LAST)
-    values = form.function(points)
-    entries = values / step
-    overflows, entries = entries >= OVERFLOW, round_away(entries).nan_to_num(0).clamp(output.low, output.high).long()
-    entries[overflows] = output.low
+    real = form.function(points) / step
+    entries = round_away(real).nan_to_num(0).clamp(output.low, output.high).masked_fill(real >= OVERFLOW, output.low).long()
     # The straight lines, each through two points: those of the first and of the last entries, or of the ends of what lies outside.
     below, above = torch.stack([low, first]), torch.stack([last, high])
     of_low, *of_at = form.function(torch.stack([low, first, last])).tolist()

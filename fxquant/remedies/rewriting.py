@@ -154,9 +154,8 @@ class Rewriting(Builder):
         node, source, inner = self.node, result, facts.is_inner_part(self.node)
         while isinstance(demand(source), Same) and source in self.parts and isinstance(operand := source.args[0], fx.Node):
             source = operand
-        for each in (source, result):
-            if each in self.parts:
-                facts.set_inner(each, inner)
+        for each in {source, result}.intersection(self.parts):
+            facts.set_inner(each, inner)
         if source in self.parts and source is not result and (stated := node.meta.pop("demand", None)) is not None:
             facts.state_demand(source, stated)  # a demand is about the grid, which is that of what is moved
         if result not in self.parts:  # the result is another node's value

@@ -273,7 +273,6 @@ NARROWED: dict[str, tuple[Callable[[Network, Tensor], Tensor], dict[str, nn.Modu
     "dilated": (lambda s, x: s.b(x), {"b": nn.Conv2d(4, 4, 3, padding=2, dilation=2)}),
     "strided": (lambda s, x: s.b(x), {"b": nn.Conv2d(4, 4, 3, stride=2, groups=4)}),
     "transposed": (lambda s, x: s.b(x), {"b": nn.ConvTranspose2d(4, 4, 2, 2)}),
-    "resize": (lambda s, x: F.interpolate(x, scale_factor=2, mode="bilinear"), {}),
     "product": (lambda s, x: x @ x, {}),
 }
 

@@ -93,7 +93,9 @@ def test_a_softmax_keeps_55_decibels_by_segments(scores: int) -> None:
     ("function", "low", "because"),
     [
         (F.hardswish, -8, "has other segments"),
-        (lambda x: torch.exp(3 * torch.clamp(x, max=0) - 6), -8, "has other segments"),
+        (lambda x: torch.exp(3 * x - 6), -8, "has other segments"),
+        (F.relu6, 8, "a table that is a step off"),
+        (lambda x: torch.add(x, x + 1, alpha=0.3), 8, "alpha at 8 bits"),
         (torch.exp, -15, "lowest integer"),
     ],
 )

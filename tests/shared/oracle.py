@@ -222,12 +222,13 @@ def measured_parameters(
         multiplier, b = measured_mantissa(ratio, 31)
         return (0, 2**15 - 1, 1) if b < 1 else (0, multiplier, b)
     largest = 14 if bits == 16 else 22
-    multiplier, k = measured_mantissa(ratio, largest + max(31 if bits == 16 else 15, accumulator_bits - 17))
+    first = max(31 if bits == 16 else 15, accumulator_bits - 17)
+    multiplier, k = measured_mantissa(ratio, largest + first)
     if layer:  # the product of a layer exceeds the limit of its output: of 16 bits, that of a power of two does not
         high, least = (2**15 - 1, 14) if bits == 16 else (127, 23)
         largest = least if ratio * Fraction(2) ** (k - least) * (2**15 - 1) > high else least - 1
     b = min(k, largest, max(k - 8, 1)) if wide else min(k, largest)
-    b = b if layer or accumulator_bits > 32 else max(b, k - 17)
+    b = max(b, k - (first if layer or accumulator_bits > 32 else 17))
     return (k - b, 2**15 - 1, 1) if b < 1 else (k - b, multiplier, b)
 
 

@@ -113,8 +113,9 @@ def clamp(lowering: Lowering, input: Quantized, min: float | None = None, max: f
         return by_table(lowering, input, "limited", min=min, max=max)
     if not lowering.shares:
         return lowering.requantize(lowering.call(elementwise.widen, input.value), Ratio((input.scale,)), (min, max))
-    low, high = lowering.bounds((min, max), lowering.output)
-    return input.with_value(lowering.call(elementwise.clamp, input.value, low, high))
+    to = lowering.output
+    value = lowering.call(elementwise.clamp, input.value, *lowering.bounds((min, max), to))
+    return input.with_value(lowering.as_table(value, to.grid) if lowering.ends_in_table((min, max), to) else value)
 
 
 UNARY["limited"] = clamp, _limited_number  # no operator has this name: on some targets a clamp that is not fused is a table

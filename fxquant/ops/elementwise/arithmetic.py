@@ -328,6 +328,8 @@ def _divided(input: Any, other: Any, rounding_mode: str | None = None) -> dict[s
 )
 def div(lowering: Lowering, input: Quantized, other: float, *, clamp: Clamp | None = None) -> Quantized:
     """Compute input / other, where `other` is a number, and then a fused clamp."""
+    if lowering.arithmetic.segments and input.dtype.bits > 8:
+        return _lower_mul(lowering, input, 1 / to_float32(other), clamp=clamp)
     step = Ratio((input.scale,), (torch.tensor(abs(to_float32(other)), dtype=torch.float64, device=input.scale.device),))
     return lowering.requantize(lowering.call(elementwise.widen if other > 0 else elementwise.negate, input.value), step, clamp)
 
