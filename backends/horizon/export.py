@@ -418,8 +418,8 @@ def _check_table(node: fx.Node, described: QParams | None, lowered: Operation | 
     elif node.target is lookup and lowered and operand and described and "int16" in (operand.dtype, described.dtype):
         settings = {key: value for key, value in lowered.arguments.items() if key != "input"}
         of_shifted = [settings[key] for key in ("function", "factor", "offset", "settings")] if "settings" in settings else None
-        name, factor, offset, given = of_shifted or (lowered.name, 1, 0, settings)
-        form = segments_of(name, factor, offset, tuple(given.items()))
+        name, factor, offset, settings = of_shifted or (lowered.name, 1, 0, settings)
+        form = segments_of(name, factor, offset, tuple(settings.items()))
         if form is None or operand.dtype != "int16":
             because = "the vendor's compiler has other segments for it at 16 bits, or none"
         elif wraps(form, torch.as_tensor(operand.scale), torch.as_tensor(described.scale)):

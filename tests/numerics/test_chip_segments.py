@@ -53,16 +53,16 @@ def test_constants_are_those_that_the_vendors_compiler_wrote() -> None:
         about = json.loads(bytes(arrays["about"]).decode())
         expected = [[torch.from_numpy(arrays[part][index]) for part in ("starts", "lines", "entries")] for index in range(len(about))]
     for (name, offset, settings, scale, step), (starts, lines, entries) in zip(about, expected, strict=True):
-        form, given = segments_of(name, 1, offset, tuple(settings.items())), list[grids.Lines]()
+        form, built = segments_of(name, 1, offset, tuple(settings.items())), list[grids.Lines]()
         assert form is not None
         with (
             mock.patch.object(grids.OFFERS, "known", []),
-            mock.patch.object(grids, "_evaluate", lambda integers, own: given.append(own) or integers),  # noqa: B023
+            mock.patch.object(grids, "_evaluate", lambda integers, own: built.append(own) or integers),  # noqa: B023
         ):
             by_segments(form, torch.tensor(scale), Grid(INT16, torch.tensor(step)), KEPT)
-        assert torch.equal(given[0].starts, starts.long())
-        assert torch.equal(given[0].lines, lines.long())
-        assert torch.equal(given[0].entries, entries.long())
+        assert torch.equal(built[0].starts, starts.long())
+        assert torch.equal(built[0].lines, lines.long())
+        assert torch.equal(built[0].entries, entries.long())
 
 
 def test_every_function_with_segments_is_recorded() -> None:
