@@ -220,7 +220,7 @@ chapter(
         ],
     ),
     ("similarity of tensors between stages", lambda h: sure(len(fxq.compare(h.model, h.result.integer, h.batches)) > 3)),
-    ("statistics, histograms, TensorBoard", dumped),
+    ("statistics and TensorBoard, without histograms", dumped),
     ("weights compared", lambda h: sure(fxq.inspect.compare_weights(h.result.prepared, h.result.integer))),
     ("step by step: a part in float", lambda h: fxq.set_state(copy.deepcopy(h.result.prepared), "float", "stem")),
     ("two compiled models compared", lambda h: sure(fxq.inspect.diff(h.result.integer, h.quantized(Network()).integer))),
