@@ -1,5 +1,6 @@
 """Numbers and constant tensors that are added: held by the oracle, and within a step or a few of the true sum whatever their size."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -19,12 +20,16 @@ FORMATS = (("bayes-e", "int8"), ("bayes-e", "int16"), ("nash-e", "int8"), ("nash
 SIZES = (1e-9, 1e-3, 0.4, 3.0, 273.15, 1e4, 1e9, 1e20)  # beside values of about 1
 
 
-def most(target: str, dtype: str) -> int:
-    """The steps that a sum may be off by.
+def beyond(errors: list[float], forms: Sequence[str], target: str, dtype: str) -> list[float]:
+    """The errors above the steps that a sum may be off by.
 
-    int16 on bayes-e is requantized by 16 and 15 bits, which loses two more, and a number is 127 steps (CHIP.md, sections 16 and 18).
+    int16 on bayes-e is requantized by 16 and 15 bits, which loses two more, and a number is 127 steps (CHIP.md, sections 16 and 18); a
+    ReLU that no layer has is a table there, which loses one (section 10).
     """
-    return 4 if (target, dtype) == ("bayes-e", "int16") else 1
+    wide = (target, dtype) == ("bayes-e", "int16")
+    return [
+        error for error, form in zip(errors, itertools.cycle(forms), strict=False) if not error <= (4 + (form == "relu") if wide else 1)
+    ]
 
 
 by_format = pytest.mark.parametrize(("target", "dtype"), FORMATS, ids=lambda value: str(value))
@@ -72,7 +77,7 @@ def test_a_number_of_any_size_is_added_within_one_step(target: str, dtype: str) 
     x = torch.randn(64, 3)
     numbers = [sign * size for size in SIZES for sign in (1, -1)]
     errors = errors_in_steps(Sums(*numbers, forms=("x + c", "c - x", "relu")), x, target, dtype)
-    assert max(errors) <= most(target, dtype), errors
+    assert beyond(errors, ("x + c", "c - x", "relu"), target, dtype) == []
 
 
 @pytest.mark.sweep(2)
@@ -80,7 +85,7 @@ def test_a_number_of_any_size_is_added_within_one_step(target: str, dtype: str) 
 def test_a_constant_tensor_of_any_size_is_added_within_one_step(target: str, dtype: str) -> None:
     """Also of int16, whose steps are finer than an int8 constant's."""
     errors = errors_in_steps(Sums(*(torch.tensor([1.0, -0.7371, 0.0123]) * size for size in SIZES)), torch.randn(64, 3), target, dtype)
-    assert max(errors) <= most(target, dtype), errors
+    assert beyond(errors, tuple(FORMS), target, dtype) == []
 
 
 @pytest.mark.sweep(1)
